@@ -1,0 +1,137 @@
+"""Which implementation of an operator runs, and the one custom gradient that all of them share.
+
+An implementation is a module `kernels.<operator>.<name>` with
+
+    forward(*inputs, **static) -> (out, state, residuals)
+    backward(residuals, d_out, d_state, **static) -> one gradient an input, each in its input's dtype
+    unavailable() -> str | None         why it cannot run on this machine; None if it can
+
+or, where JAX differentiates it, `differentiable = True` and `forward(*inputs, **static) -> (out, state)`.
+`inputs` is the operator's tuple of arrays, in which an absent one is None; `static` holds Python values.
+"""
+
+import functools
+import importlib
+import importlib.util
+import warnings
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+IMPLEMENTATIONS = ("scan", "xla", "triton", "pallas")
+# Best first. Platforms that are not listed use xla.
+PREFERENCE = {"gpu": ("triton", "xla"), "tpu": ("pallas", "xla")}
+
+Static = tuple[tuple[str, Any], ...]
+
+
+def call(operator: str, implementation: str | None, inputs: tuple[Any, ...], **static: Any) -> Any:
+    """Runs the operator on validated inputs and returns (out, state), differentiable in every array.
+
+    Raises:
+      ValueError: unknown implementation.
+      RuntimeError: a named implementation that cannot run here, with the reason.
+    """
+    module = select(operator, implementation, length=inputs[0].shape[1])
+    inputs = _match_varying_axes(inputs)
+    if getattr(module, "differentiable", False):
+        return module.forward(*inputs, **static)
+    return _with_gradient(module, tuple(static.items()), inputs)
+
+
+def select(operator: str, implementation: str | None, *, length: int = 0) -> ModuleType:
+    """The module to run: the named one, or for None the best that this platform has.
+
+    One token is a decode step, for which nothing beats the plain recurrence.
+    """
+    if implementation is None:
+        return _best(operator, _platform(), length)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{operator}: implementation is {implementation!r}; expected None or one of "
+            + ", ".join(repr(name) for name in IMPLEMENTATIONS)
+        )
+    reason = unavailable(operator, implementation)
+    if reason is not None:
+        raise RuntimeError(f"{operator}: implementation {implementation!r} cannot run here: {reason}")
+    return _module(operator, implementation)
+
+
+def unavailable(operator: str, implementation: str) -> str | None:
+    """Why the implementation cannot run on this machine, or None if it can."""
+    name = f"kernels.{operator}.{implementation}"
+    if importlib.util.find_spec(name) is None:
+        return "it is not built for this operator"
+    try:
+        module = _module(operator, implementation)
+    except ImportError as error:
+        return f"an import failed ({error})"
+    return module.unavailable() if hasattr(module, "unavailable") else None
+
+
+def _module(operator: str, implementation: str) -> ModuleType:
+    return importlib.import_module(f"kernels.{operator}.{implementation}")
+
+
+def _platform() -> str:
+    device = jax.config.jax_default_device
+    if device is None:
+        return jax.default_backend()
+    return getattr(device, "platform", device)
+
+
+def _best(operator: str, platform: str, length: int) -> ModuleType:
+    if length == 1:
+        return _module(operator, "scan")
+    for name in PREFERENCE.get(platform, ("xla",)):
+        reason = unavailable(operator, name)
+        if reason is None:
+            return _module(operator, name)
+        _warn_once(f"{operator} falls back from {name!r} on {platform}: {reason}")
+    return _module(operator, "scan")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _match_varying_axes(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Inside shard_map, marks every input as varying over each mesh axis that any of them varies over.
+
+    A zero initial state made inside the mapped function is the same on all devices, what a scan carries is not.
+    """
+    varying = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(inputs)]
+    union = frozenset().union(*varying)
+
+    def match(x: jax.Array) -> jax.Array:
+        missing = union - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(match, inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_gradient(module: ModuleType, static: Static, inputs: tuple[Any, ...]) -> Any:
+    out, state, _ = module.forward(*inputs, **dict(static))
+    return out, state
+
+
+def _forward(module: ModuleType, static: Static, inputs: tuple[Any, ...]) -> Any:
+    out, state, residuals = module.forward(*inputs, **dict(static))
+    return (out, state), residuals
+
+
+def _backward(module: ModuleType, static: Static, residuals: Any, cotangents: Any) -> Any:
+    return (tuple(module.backward(residuals, *cotangents, **dict(static))),)
+
+
+_with_gradient.defvjp(_forward, _backward)
+
+
+def promote(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays in their common dtype, so that every matmul has one input dtype."""
+    dtype = jnp.result_type(*arrays)
+    return tuple(x.astype(dtype) for x in arrays)
