@@ -1,14 +1,14 @@
 """The device mesh, and how every array of a training run lies on it.
 
-Two axes.  Both split the batch; `fsdp` splits the parameters and the optimiser's moments as well, so each
-device keeps 1/fsdp of them and gathers a layer's weights when it computes that layer:
+Two axes. Both split the batch; `fsdp` splits the parameters and the optimiser's moments as well,
+so each device keeps 1/fsdp of them and gathers a layer's weights when it computes that layer:
 
     data=8, fsdp=1      parameters copied to all eight devices, gradients summed over them
     data=1, fsdp=8      parameters cut in eight
     data=2, fsdp=4      two copies of the parameters, each cut in four
 
-`with jax.set_mesh(mesh):` makes a mesh current.  Without one every function here leaves its argument alone,
-so the same model code runs on one device.
+`with jax.set_mesh(mesh):` makes a mesh current. Without one, `batch_parallel` and `shard_batch`
+do nothing, so the same model code runs on one device.
 """
 
 import math
@@ -23,15 +23,16 @@ from jax.sharding import PartitionSpec as P
 AXES = ("data", "fsdp")
 BATCH = P(AXES)  # tokens [B, T], activations [B, T, ...]: the batch over all devices
 
-# Parameter path (joined by "/") -> how its shape is cut.  Parameters of the layers carry a leading axis L.
-# The first pattern found anywhere in the path applies.  A dimension that fsdp does not divide stays whole.
-#   D hidden_size, I intermediate_size, V vocabulary, H heads, K and V' head widths, R low rank, W conv width
+# Parameter path (joined by "/") -> how its shape is cut. The first pattern that is found applies.
+# A dimension that fsdp does not divide stays whole.
+#   L layers, D hidden_size, I intermediate_size, N vocabulary, H heads, K and V widths of a head,
+#   R low rank, W width of the convolution
 RULES: tuple[tuple[str, P], ...] = (
-    (r"embed\w*/embedding$", P("fsdp", None)),  # [V, D]
-    (r"lm_head/kernel$", P(None, "fsdp")),  # [D, V]
-    (r"(o_proj|down_proj)/kernel$", P(None, None, "fsdp")),  # [L, H V' | I, D]
+    (r"embed\w*/embedding$", P("fsdp", None)),  # [N, D]
+    (r"lm_head/kernel$", P(None, "fsdp")),  # [D, N]
+    (r"(o_proj|down_proj)/kernel$", P(None, None, "fsdp")),  # [L, H V | I, D]
     (r"lambda_proj/kernel$", P(None, None, None)),  # [L, H, K]: a vector a head
-    (r"\w+/kernel$", P(None, "fsdp", None)),  # [L, D, H K | H V' | H | I | R], conv [L, W, H K]
+    (r"\w+/kernel$", P(None, "fsdp", None)),  # [L, D, H K | H V | H | I | R]
     (r"(bias|scale|A_log|dt_bias)$", P()),  # [L, ...] vectors: copied
 )
 
@@ -43,20 +44,18 @@ def make_mesh(data: int = -1, fsdp: int = 1, devices: Sequence[jax.Device] | Non
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = [data, fsdp]
+    asked = f"mesh.data={data}, mesh.fsdp={fsdp}"
     if any(n < 1 and n != -1 for n in shape) or shape == [-1, -1]:
-        raise ValueError(
-            f"mesh.data={data}, mesh.fsdp={fsdp}: give positive sizes, or -1 for one of them"
-        )
+        raise ValueError(f"{asked}: give positive sizes, or -1 for one of them")
     if -1 in shape:
         known = -math.prod(shape)
         if len(devices) % known:
-            raise ValueError(
-                f"mesh.data={data}, mesh.fsdp={fsdp}: {known} does not divide the {len(devices)} devices"
-            )
+            raise ValueError(f"{asked}: {known} does not divide the {len(devices)} devices")
         shape[shape.index(-1)] = len(devices) // known
     if math.prod(shape) != len(devices):
         raise ValueError(
-            f"mesh.data={data}, mesh.fsdp={fsdp} need {math.prod(shape)} devices; here are {len(devices)}"
+            f"{asked} need {math.prod(shape)} devices; here are {len(devices)} "
+            "(-1 stands for all that are left)"
         )
     return jax.make_mesh(tuple(shape), AXES, axis_types=(AxisType.Auto,) * 2, devices=devices)
 
@@ -69,60 +68,62 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
     """
 
     def place(path, x) -> NamedSharding:
-        return NamedSharding(mesh, _fit(_rule(path_name(path), x.ndim), x.shape, mesh))
+        return NamedSharding(mesh, _cut(path_name(path), x.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(place, params)
 
 
 def path_name(path) -> str:
-    """The name of a leaf: its path with "/" between the parts, as `RULES` and error messages use it."""
-    parts = (getattr(p, "key", getattr(p, "name", getattr(p, "idx", p))) for p in path)
-    return "/".join(str(p) for p in parts if p != "value")
+    """The name of a leaf: its path with "/" between the parts, as `RULES` and errors use it."""
+    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
-def _rule(name: str, ndim: int) -> P:
-    if ndim == 0:  # step counters
+def is_stacked(name: str) -> bool:
+    """True for a parameter of the layers, whose first axis is the layer."""
+    return "layers/" in name
+
+
+def _cut(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    if not shape:  # step counters
         return P()
     for pattern, spec in RULES:
         if re.search(pattern, name):
-            return spec
-    raise ValueError(f"no sharding rule for parameter {name!r}: add one to ccq_jax.sharding.RULES")
-
-
-def _fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
+            break
+    else:
+        raise ValueError(f"no sharding rule for parameter {name!r}: add one to sharding.RULES")
     if len(spec) > len(shape):
-        raise ValueError(f"sharding rule {spec} has more axes than the shape {shape} it was given")
-    return P(
-        *(a if a and n % mesh.shape[a] == 0 else None for a, n in zip(spec, shape, strict=False))
-    )
+        raise ValueError(f"the sharding rule {spec} does not fit {name!r} of shape {shape}")
+    sizes = zip(spec, shape, strict=False)
+    return P(*(axis if axis and n % mesh.shape[axis] == 0 else None for axis, n in sizes))
 
 
 def batch_parallel(fn: Callable) -> Callable:
     """`fn` computed on each device for that device's share of the batch.
 
-    Every array that goes in or comes out has the batch as its first axis (pytrees and None are fine).  Kernels
-    written outside XLA need this, because XLA cannot cut a call that it cannot look into.  A batch that the
-    devices do not divide is computed whole on each of them.
+    Every array that goes in or comes out has the batch as its first axis (pytrees and None are
+    fine). Kernels written outside XLA need this, because XLA cannot cut a call that it cannot look
+    into. A batch that the devices do not divide is computed whole on each of them.
     """
 
     def wrapped(*args):
         mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or mesh.size == 1 or set(AXES) - set(mesh.axis_names) or _is_manual(mesh):
+        if not _is_automatic(mesh) or mesh.size == 1:
             return fn(*args)
-        batch = {x.shape[0] for x in jax.tree.leaves(args)}
-        spec = BATCH if all(b % mesh.size == 0 for b in batch) else P()
+        divides = all(x.shape[0] % mesh.size == 0 for x in jax.tree.leaves(args))
+        spec = BATCH if divides else P()
         return jax.shard_map(fn, in_specs=spec, out_specs=spec, check_vma=False)(*args)
 
     return wrapped
 
 
 def shard_batch(x: jax.Array) -> jax.Array:
-    """Asks that activations [B, ...] be cut along the batch, so that weights travel and activations stay."""
+    """Keeps activations [B, ...] cut along the batch, so that weights travel and they stay."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or set(AXES) - set(mesh.axis_names) or _is_manual(mesh) or x.shape[0] % mesh.size:
+    if not _is_automatic(mesh) or x.shape[0] % mesh.size:
         return x
     return jax.lax.with_sharding_constraint(x, BATCH)
 
 
-def _is_manual(mesh) -> bool:
-    return AxisType.Manual in mesh.axis_types
+def _is_automatic(mesh) -> bool:
+    """Whether `mesh` is ours and XLA distributes over it: false inside a shard_map."""
+    return set(AXES) <= set(mesh.axis_names) and AxisType.Manual not in mesh.axis_types
