@@ -1,0 +1,155 @@
+"""What the Triton implementations share: availability, the kernel call, tuned block sizes.
+
+Triton kernels themselves live beside each operator in modules that import nothing but Triton.
+This module imports without Triton or jax-triton installed.
+"""
+
+import functools
+import importlib
+import json
+import pathlib
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+TABLE = pathlib.Path(__file__).with_name("tuned.json")
+MINIMUM = {"triton": (3, 7, 1), "jax_triton": (0, 4)}
+# Opt-in shared memory of one block, in bytes, for devices that do not say it themselves.
+SHARED_MEMORY = {r"\b(H100|H200|GH200|B200|GB200|B300|GB300)\b": 232448, r"\bA(100|30)\b": 166912}
+SMALLEST_SHARED_MEMORY = 101376
+
+
+def missing_packages() -> str | None:
+    """Says which package the Triton implementations lack, or None when all are there."""
+    for name, minimum in MINIMUM.items():
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            return f"{name} cannot be imported ({error}); pip install 'ccq_jax[gpu]'"
+        found = tuple(int(part) for part in re.findall(r"\d+", module.__version__)[:3])
+        if found < minimum:
+            need = ".".join(map(str, minimum))
+            return f"{name} is {module.__version__}, and {need} or later is needed"
+    return None
+
+
+def unavailable() -> str | None:
+    """Says why Triton kernels cannot run in this process, or None when they can."""
+    platforms = sorted({device.platform for device in jax.devices()})
+    if platforms != ["gpu"]:
+        return f"Triton needs a GPU, and JAX's devices here are {', '.join(platforms)}"
+    return missing_packages()
+
+
+def device_kind() -> str:
+    """The kind of GPU that the current trace is for, such as "NVIDIA H200"."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    return abstract.device_kind if abstract is not None else jax.devices()[0].device_kind
+
+
+def shared_memory(kind: str) -> int:
+    """Shared memory in bytes that one block may use on a device of this kind."""
+    for device in jax.devices():
+        if device.device_kind == kind and hasattr(device, "shared_memory_per_block_optin"):
+            return device.shared_memory_per_block_optin
+    matches = (size for pattern, size in SHARED_MEMORY.items() if re.search(pattern, kind))
+    return next(matches, SMALLEST_SHARED_MEMORY)
+
+
+def bucket(dtype: Any, key_dim: int, value_dim: int = 0) -> str:
+    """The tuned table's name of a shape, such as "bfloat16 K256 V512".
+
+    Head dimensions round up to a power of two; the number of tokens and heads does not matter.
+    """
+    dims = {"K": key_dim, "V": value_dim}
+    rounded = [f"{name}{1 << (dim - 1).bit_length()}" for name, dim in dims.items() if dim]
+    return " ".join([jax.numpy.dtype(dtype).name, *rounded])
+
+
+@functools.cache
+def tuned_table() -> dict[str, dict[str, dict[str, dict[str, int]]]]:
+    """Block sizes by device kind, kernel and bucket, as `python -m kernels.tune` wrote them."""
+    return json.loads(TABLE.read_text()) if TABLE.exists() else {}
+
+
+@functools.cache
+def warn_untuned(kind: str) -> None:
+    warnings.warn(
+        f"{kind!r} has no tuned block sizes in {TABLE.name}: a heuristic chooses them."
+        " `python -m kernels.tune` on this device writes its entries.",
+        stacklevel=3,
+    )
+
+
+def choose(
+    kernel: str,
+    shape: str,
+    candidates: Sequence[Mapping[str, int]],
+    shared: Callable[[Mapping[str, int]], int],
+) -> dict[str, int]:
+    """Block sizes, num_warps and num_stages for one kernel on the current device.
+
+    The tuned table's entry if there is one, else the first of `candidates` (best first) whose
+    shared memory, as `shared` estimates it in bytes, the device has. When none fits it is the
+    last, the smallest.
+
+    Args:
+      kernel: the kernel's name in the table, such as "gated_delta_rule.state".
+      shape: the shape's `bucket`.
+      candidates: keyword arguments for `call`, best first.
+      shared: bytes of shared memory that a block of this candidate takes.
+    """
+    kind = device_kind()
+    entries = tuned_table().get(kind)
+    if entries is None:
+        warn_untuned(kind)
+    else:
+        entry = entries.get(kernel, {}).get(shape)
+        if entry is not None:
+            return dict(entry)
+    limit = shared_memory(kind)
+    fitting = (config for config in candidates if shared(config) <= limit)
+    return dict(next(fitting, candidates[-1]))
+
+
+def call(
+    kernel: Any,
+    *operands: jax.Array | int | float,
+    out: Any,
+    grid: tuple[int, ...],
+    num_warps: int,
+    num_stages: int,
+    **constants: Any,
+) -> Any:
+    """Launches a Triton kernel on `operands`, then pointers to `out`, in that order.
+
+    Args:
+      kernel: a function under `triton.jit`.
+      operands: arrays, and numbers (compiled once for all values) such as the sequence length.
+      out: `jax.ShapeDtypeStruct`s, any pytree; the result has the same structure. The kernel must
+        write every element.
+      grid: blocks along up to three axes; the first may pass 65,535.
+      num_warps: warps a block.
+      num_stages: depth of the software pipeline.
+      constants: the kernel's constexpr arguments.
+    """
+    import jax_triton
+
+    results = jax_triton.triton_call(
+        *operands,
+        kernel=kernel,
+        out_type=out,
+        grid=grid,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **constants,
+    )
+    # Inside shard_map the call forgets over which mesh axes its results vary.
+    arrays = [operand for operand in operands if isinstance(operand, jax.Array)]
+    varying = frozenset().union(*(jax.typeof(array).vma for array in arrays))
+    if not varying:
+        return results
+    return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(varying), to="varying"), results)
