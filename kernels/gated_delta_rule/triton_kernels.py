@@ -1,0 +1,363 @@
+"""Triton kernels of the chunked gated delta rule. Imports nothing but Triton.
+
+Within a chunk of C tokens, with G_i the sum of log decays up to token i, D_ij = exp(G_i - G_j), and S the state
+[K, V] that enters:
+
+    A_ij = beta_i D_ij k_i.k_j  (i > j)        M = (I + A)^-1
+    w = v - exp(G) (k S)                       u = M (beta w)                  what each token really writes
+    o = scale exp(G) (q S) + P u               P_ij = scale D_ij q_i.k_j  (i >= j)
+    S' = exp(G_C) S + sum_j exp(G_C - G_j) k_j u_j^T
+
+and backwards, with dS the gradient of S' and every product of rows again a matmul:
+
+    du = P^T do + exp(G_C - G) (k dS')         dr = M^T du                     dv = beta dr
+    dS = exp(G_C) dS' + scale (exp(G) q)^T do - (exp(G) k)^T dv
+
+States are kept transposed, [V, K], so that a chunk's products chain in registers: every matmul of the two kernels that
+walk the sequence has the state or a result of the matmul before on its left, and a tile as loaded on its right.
+
+No difference of cumulative sums crosses a reset (a token that forgets everything): `gates` holds, for each token of a
+chunk, five rows: the sums of log decays without resets, coarse and fine part, the number of resets so far, and the two
+factors that reach from the chunk's start to the token and from the token to the chunk's end.
+"""
+
+import triton
+import triton.language as tl
+
+# exp of anything below is zero in float32, so that such a decay is a reset.
+FORGET = tl.constexpr(-104.0)
+# Sums of multiples of 1/1024 are exact in float32 over a chunk; what is left over is small.
+COARSE = tl.constexpr(1024.0)
+# A write strength of exactly zero would leave its own gradient as zero over zero.
+SMALLEST_BETA = tl.constexpr(1e-12)
+COARSE_ROW, FINE_ROW, RESETS_ROW, START_ROW, END_ROW = (tl.constexpr(i) for i in range(5))
+GATE_ROWS = tl.constexpr(5)
+
+
+@triton.jit
+def load_beta(pointer, rows, HV: tl.constexpr, mask):
+    beta = tl.load(pointer + rows * HV, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(tl.abs(beta) < SMALLEST_BETA, SMALLEST_BETA, beta)
+
+
+@triton.jit
+def decay_between(coarse_i, coarse_j, fine_i, fine_j, resets_i, resets_j, mask):
+    """exp(G_i - G_j) where `mask` and no reset lies between, else 0, as a matrix [i, j]."""
+    exponent = (coarse_i[:, None] - coarse_j[None, :]) + (fine_i[:, None] - fine_j[None, :])
+    reaches = mask & (resets_i[:, None] == resets_j[None, :])
+    return tl.exp(tl.where(reaches, exponent, float("-inf")))
+
+
+@triton.jit
+def invert_blocks(a, N: tl.constexpr):
+    """(I + a)^-1 of N strictly lower triangular blocks [N, 16, 16], row by row."""
+    row = tl.arange(0, 16)[None, :, None]
+    column = tl.arange(0, 16)[None, None, :]
+    x = -a
+    for i in range(2, 16):
+        this = tl.sum(tl.where(row == i, x, 0.0), axis=1)
+        this += tl.sum(this[:, :, None] * x, axis=1)
+        x = tl.where(row == i, this[:, None, :], x)
+    return x + tl.where(row == column, 1.0, 0.0)
+
+
+@triton.jit
+def merge_blocks(x, a, P: tl.constexpr, S: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverses [P, 2S, 2S] from those [2P, S, S] of their diagonal blocks; `a` [2PS, 2PS] holds the rest."""
+    first = tl.arange(0, P)
+    same = first[:, None, None, None, None, None] == first[None, None, None, :, None, None]
+    blocks = tl.sum(tl.where(same, tl.reshape(a, (P, 2, S, P, 2, S)), 0.0), axis=3)
+    left, _ = tl.split(tl.permute(blocks, (0, 2, 4, 1, 3)))
+    _, below = tl.split(left)
+    x11, x22 = tl.split(tl.permute(tl.reshape(x, (P, 2, S, S)), (0, 2, 3, 1)))
+    if P == 1:
+        x11 = tl.reshape(x11, (S, S))
+        x22 = tl.reshape(x22, (S, S))
+        below = tl.reshape(below, (S, S))
+    x21 = -tl.dot(x22, tl.dot(below, x11, input_precision=PRECISION), input_precision=PRECISION)
+    rows = tl.join(tl.join(x11, tl.zeros_like(x11)), tl.join(x21, x22))
+    rows = tl.reshape(rows, (P, S, S, 2, 2))
+    return tl.reshape(tl.permute(rows, (0, 4, 1, 3, 2)), (P, 2 * S, 2 * S))
+
+
+@triton.jit
+def invert_unit_lower(a, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 for a strictly lower triangular [C, C]: diagonal blocks, then pairs of blocks."""
+    N: tl.constexpr = C // 16
+    block = tl.arange(0, N)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    x = invert_blocks(tl.sum(tl.where(same, tl.reshape(a, (N, 16, N, 16)), 0.0), axis=2), N)
+    if C >= 32:
+        x = merge_blocks(x, a, C // 32, 16, PRECISION)
+    if C >= 64:
+        x = merge_blocks(x, a, C // 64, 32, PRECISION)
+    return tl.reshape(x, (C, C))
+
+
+@triton.jit
+def prepare_kernel(
+    q, k, log_decay, beta, gates, inverse, scores, T, scale,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a chunk's tokens do to each other: gates, M and P of one chunk and head."""
+    chunks = tl.cdiv(T, C)
+    chunk = tl.program_id(0) % chunks
+    head = tl.program_id(0) // chunks
+    batch = (head // HV).to(tl.int64)
+    hv = head % HV
+    i = tl.arange(0, C)
+    t = chunk * C + i
+    live = t < T
+    rows = batch * T + t
+    g = tl.load(log_decay + rows * HV + hv, mask=live, other=0.0).to(tl.float32)
+    strength = load_beta(beta + hv, rows, HV, live)
+    reset = g < FORGET
+    g = tl.where(reset, 0.0, g)
+    coarse = tl.floor(g * COARSE) / COARSE
+    fine = g - coarse
+    resets = tl.cumsum(tl.where(reset, 1.0, 0.0), axis=0)
+    coarse_sum = tl.cumsum(coarse, axis=0)
+    fine_sum = tl.cumsum(fine, axis=0)
+    start = tl.exp(tl.where(resets == 0.0, coarse_sum + fine_sum, float("-inf")))
+    to_end = (tl.sum(coarse, axis=0) - coarse_sum) + (tl.sum(fine, axis=0) - fine_sum)
+    last = tl.max(resets, axis=0)
+    end = tl.exp(tl.where(resets == last, to_end, float("-inf")))
+    tile = tl.program_id(0).to(tl.int64)
+    gates += tile * (GATE_ROWS * C) + i
+    tl.store(gates + COARSE_ROW * C, coarse_sum)
+    tl.store(gates + FINE_ROW * C, fine_sum)
+    tl.store(gates + RESETS_ROW * C, resets)
+    tl.store(gates + START_ROW * C, start)
+    tl.store(gates + END_ROW * C, end)
+
+    base = rows[:, None] * (H * K) + (hv // (HV // H)) * K
+    kk = tl.zeros((C, C), tl.float32)
+    qk = tl.zeros((C, C), tl.float32)
+    for first in range(0, K, BLOCK_K):
+        column = first + tl.arange(0, BLOCK_K)[None, :]
+        mask = live[:, None] & (column < K)
+        k_tile = tl.load(k + base + column, mask=mask, other=0.0)
+        q_tile = tl.load(q + base + column, mask=mask, other=0.0)
+        kk = tl.dot(k_tile, tl.trans(k_tile), kk, input_precision=PRECISION)
+        qk = tl.dot(q_tile, tl.trans(k_tile), qk, input_precision=PRECISION)
+    lower = i[:, None] >= i[None, :]
+    decay = decay_between(coarse_sum, coarse_sum, fine_sum, fine_sum, resets, resets, lower)
+    square = tile * (C * C) + i[:, None] * C + i[None, :]
+    tl.store(scores + square, (scale * qk * decay).to(scores.dtype.element_ty))
+    a = tl.where(i[:, None] > i[None, :], strength[:, None] * kk * decay, 0.0)
+    m = invert_unit_lower(a, C, INVERSE_PRECISION)
+    tl.store(inverse + square, m.to(inverse.dtype.element_ty))
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, beta, gates, inverse, scores, initial_state, out, last, T, scale,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STATES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Walks the chunks of one head with BLOCK_V of the state's columns.
+
+    `out`, `last` are the outputs [B, T, HV, V] and the final state [B, HV, K, V]; or, with STATES, for the backward,
+    each chunk's u [B, HV, chunks, V, C] and the state that enters it [B, HV, chunks, V, K].
+    """
+    dtype = k.dtype.element_ty
+    chunks = tl.cdiv(T, C)
+    blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    head = tl.program_id(0) // blocks
+    batch = (head // HV).to(tl.int64)
+    hv = head % HV
+    i = tl.arange(0, C)
+    kc = tl.arange(0, BLOCK_K)
+    vc = (tl.program_id(0) % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_k = kc[None, :] < K
+    in_v = vc[:, None] < V
+    key_head = (hv // (HV // H)) * K
+    entry = head.to(tl.int64) * (K * V) + kc[None, :] * V + vc[:, None]
+    state = tl.load(initial_state + entry, mask=in_k & in_v, other=0.0)
+    for chunk in range(chunks):
+        tile = head.to(tl.int64) * chunks + chunk
+        t = chunk * C + i
+        live = t < T
+        rows = batch * T + t
+        keys = rows[:, None] * (H * K) + key_head + kc[None, :]
+        values = rows[None, :] * (HV * V) + hv * V + vc[:, None]
+        mask_k = live[:, None] & in_k
+        mask_v = live[None, :] & in_v
+        square = tile * (C * C) + i[:, None] * C + i[None, :]
+        gate = gates + tile * (GATE_ROWS * C)
+        k_tile = tl.load(k + keys, mask=mask_k, other=0.0)
+        v_tile = tl.load(v + values, mask=mask_v, other=0.0).to(tl.float32)
+        m = tl.load(inverse + square)
+        start = tl.load(gate + START_ROW * C + i)
+        end = tl.load(gate + END_ROW * C + i)
+        strength = load_beta(beta + hv, rows, HV, live)
+
+        state_in = state.to(dtype)
+        read = tl.dot(state_in, tl.trans(k_tile), input_precision=PRECISION)
+        r = strength[None, :] * (v_tile - start[None, :] * read)
+        u = tl.dot(r.to(dtype), tl.trans(m), input_precision=PRECISION)
+        if STATES:
+            tl.store(last + tile * (V * K) + vc[:, None] * K + kc[None, :], state_in, mask=in_v & in_k)
+            tl.store(out + tile * (V * C) + vc[:, None] * C + i[None, :], u.to(dtype), mask=in_v)
+        else:
+            q_tile = tl.load(q + keys, mask=mask_k, other=0.0)
+            p = tl.load(scores + square)
+            o = tl.dot(state_in, tl.trans(q_tile), input_precision=PRECISION)
+            o = (scale * start)[None, :] * o
+            o = tl.dot(u.to(dtype), tl.trans(p), o, input_precision=PRECISION)
+            tl.store(out + values, o.to(out.dtype.element_ty), mask=mask_v)
+        state *= tl.load(gate + START_ROW * C + C - 1)
+        state = tl.dot((end[None, :] * u).to(dtype), k_tile, state, input_precision=PRECISION)
+    if not STATES:
+        tl.store(last + entry, state, mask=in_k & in_v)
+
+
+@triton.jit
+def reverse_kernel(
+    q, k, beta, gates, inverse, scores, d_out, d_last, d_v, d_states, d_initial, T, scale,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Walks the chunks of one head backwards with the gradient of BLOCK_V of the state's columns.
+
+    Writes dv, the gradient of the state that leaves each chunk [B, HV, chunks, V, K], and that of the initial one.
+    """
+    dtype = k.dtype.element_ty
+    chunks = tl.cdiv(T, C)
+    blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    head = tl.program_id(0) // blocks
+    batch = (head // HV).to(tl.int64)
+    hv = head % HV
+    i = tl.arange(0, C)
+    kc = tl.arange(0, BLOCK_K)
+    vc = (tl.program_id(0) % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_k = kc[None, :] < K
+    in_v = vc[:, None] < V
+    key_head = (hv // (HV // H)) * K
+    entry = head.to(tl.int64) * (K * V) + kc[None, :] * V + vc[:, None]
+    d_state = tl.load(d_last + entry, mask=in_k & in_v, other=0.0)
+    for step in range(chunks):
+        chunk = chunks - 1 - step
+        tile = head.to(tl.int64) * chunks + chunk
+        t = chunk * C + i
+        live = t < T
+        rows = batch * T + t
+        keys = rows[:, None] * (H * K) + key_head + kc[None, :]
+        values = rows[None, :] * (HV * V) + hv * V + vc[:, None]
+        mask_k = live[:, None] & in_k
+        mask_v = live[None, :] & in_v
+        square = tile * (C * C) + i[:, None] * C + i[None, :]
+        gate = gates + tile * (GATE_ROWS * C)
+        k_tile = tl.load(k + keys, mask=mask_k, other=0.0)
+        q_tile = tl.load(q + keys, mask=mask_k, other=0.0)
+        do = tl.load(d_out + values, mask=mask_v, other=0.0)
+        m = tl.load(inverse + square)
+        p = tl.load(scores + square)
+        start = tl.load(gate + START_ROW * C + i)
+        end = tl.load(gate + END_ROW * C + i)
+        strength = load_beta(beta + hv, rows, HV, live)
+
+        d_state_out = d_state.to(dtype)
+        tl.store(
+            d_states + tile * (V * K) + vc[:, None] * K + kc[None, :], d_state_out, mask=in_v & in_k
+        )
+        du = tl.dot(d_state_out, tl.trans(k_tile), input_precision=PRECISION)
+        du = tl.dot(do, p, end[None, :] * du, input_precision=PRECISION)
+        dr = tl.dot(du.to(dtype), m, input_precision=PRECISION)
+        dv = strength[None, :] * dr
+        tl.store(d_v + values, dv.to(d_v.dtype.element_ty), mask=mask_v)
+        d_state *= tl.load(gate + START_ROW * C + C - 1)
+        do = ((scale * start)[None, :] * do.to(tl.float32)).to(dtype)
+        d_state = tl.dot(do, q_tile, d_state, input_precision=PRECISION)
+        d_state = tl.dot((-start[None, :] * dv).to(dtype), k_tile, d_state, input_precision=PRECISION)
+    tl.store(d_initial + entry, d_state, mask=in_k & in_v)
+
+
+@triton.jit
+def gradient_kernel(
+    q, k, log_decay, beta, gates, d_out, d_v, u, states, d_states, d_q, d_k, d_decay, d_beta, T, scale,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of q, k, decay and beta of one chunk and head, for BLOCK_K of the key's columns.
+
+    d_q, d_k are per value head, [B, T, HV, K]; d_decay, d_beta [column blocks, B, T, HV] sum to the gradients.
+    """
+    dtype = k.dtype.element_ty
+    chunks = tl.cdiv(T, C)
+    blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    block = tl.program_id(0) % blocks
+    tile = (tl.program_id(0) // blocks).to(tl.int64)
+    chunk = (tile % chunks).to(tl.int32)
+    head = (tile // chunks).to(tl.int32)
+    batch = (head // HV).to(tl.int64)
+    hv = head % HV
+    i = tl.arange(0, C)
+    kc = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    t = chunk * C + i
+    live = t < T
+    rows = batch * T + t
+    in_k = kc[None, :] < K
+
+    dq = tl.zeros((C, BLOCK_K), tl.float32)
+    dk_read = tl.zeros((C, BLOCK_K), tl.float32)
+    dk_write = tl.zeros((C, BLOCK_K), tl.float32)
+    x = tl.zeros((C, C), tl.float32)
+    y = tl.zeros((C, C), tl.float32)
+    trace = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+    for first in range(0, V, BLOCK_V):
+        vc = first + tl.arange(0, BLOCK_V)
+        values = rows[:, None] * (HV * V) + hv * V + vc[None, :]
+        mask_v = live[:, None] & (vc[None, :] < V)
+        entry = tile * (V * K) + vc[:, None] * K + kc[None, :]
+        mask_s = (vc[:, None] < V) & in_k
+        do = tl.load(d_out + values, mask=mask_v, other=0.0)
+        dv = tl.load(d_v + values, mask=mask_v, other=0.0)
+        u_tile = tl.load(u + tile * (V * C) + vc[:, None] * C + i[None, :], mask=vc[:, None] < V, other=0.0)
+        s = tl.load(states + entry, mask=mask_s, other=0.0)
+        ds = tl.load(d_states + entry, mask=mask_s, other=0.0)
+        dq = tl.dot(do, s, dq, input_precision=PRECISION)
+        dk_read = tl.dot(dv, s, dk_read, input_precision=PRECISION)
+        dk_write = tl.dot(tl.trans(u_tile), ds, dk_write, input_precision=PRECISION)
+        x = tl.dot(do, u_tile, x, input_precision=PRECISION)
+        y = tl.dot(dv, u_tile, y, input_precision=PRECISION)
+        trace += s.to(tl.float32) * ds.to(tl.float32)
+
+    gate = gates + tile * (GATE_ROWS * C)
+    coarse = tl.load(gate + COARSE_ROW * C + i)
+    fine = tl.load(gate + FINE_ROW * C + i)
+    resets = tl.load(gate + RESETS_ROW * C + i)
+    start = tl.load(gate + START_ROW * C + i)
+    end = tl.load(gate + END_ROW * C + i)
+    keys = rows[:, None] * (H * K) + (hv // (HV // H)) * K + kc[None, :]
+    mask_k = live[:, None] & in_k
+    q_tile = tl.load(q + keys, mask=mask_k, other=0.0)
+    k_tile = tl.load(k + keys, mask=mask_k, other=0.0)
+    strength = load_beta(beta + hv, rows, HV, live)
+    lower = i[:, None] >= i[None, :]
+    decay = decay_between(coarse, coarse, fine, fine, resets, resets, lower)
+    n_q = (scale * x * decay).to(dtype)
+    n_k = tl.where(i[:, None] > i[None, :], -y * decay, 0.0).to(dtype)
+    # u = beta (...) and dv = beta dr, so that the diagonal of dv u^T is beta^2 times beta's gradient
+    of_beta = tl.sum(tl.where(i[:, None] == i[None, :], y, 0.0), axis=1) / (strength * strength)
+
+    dq = tl.dot(n_q, k_tile, (scale * start)[:, None] * dq, input_precision=PRECISION)
+    dk_read = tl.dot(n_k, k_tile, -start[:, None] * dk_read, input_precision=PRECISION)
+    dk_write *= end[:, None]
+    keys_f32 = k_tile.to(tl.float32)
+    leaving = tl.sum(keys_f32 * dk_write, axis=1)
+    dk_write = tl.dot(tl.trans(n_q), q_tile, dk_write, input_precision=PRECISION)
+    dk_write = tl.dot(tl.trans(n_k), k_tile, dk_write, input_precision=PRECISION)
+
+    out_keys = rows[:, None] * (HV * K) + hv * K + kc[None, :]
+    tl.store(d_q + out_keys, dq.to(d_q.dtype.element_ty), mask=mask_k)
+    tl.store(d_k + out_keys, (dk_read + dk_write).to(d_k.dtype.element_ty), mask=mask_k)
+    # A log decay at l scales every path from a token before l to one at l or after.
+    passing = tl.load(gate + START_ROW * C + C - 1) * tl.sum(trace)
+    within = tl.sum(q_tile.to(tl.float32) * dq + keys_f32 * (dk_read - dk_write), axis=1) + leaving
+    of_decay = tl.cumsum(within, axis=0, reverse=True) + (tl.cumsum(leaving, axis=0) - leaving) + passing
+    small = block * (tl.num_programs(0) // (blocks * chunks)).to(tl.int64) * T + batch * (HV * T) + t * HV + hv
+    g = tl.load(log_decay + rows * HV + hv, mask=live, other=0.0).to(tl.float32)
+    tl.store(d_decay + small, tl.where(g < FORGET, 0.0, of_decay), mask=live)
+    tl.store(d_beta + small, tl.where(block == 0, of_beta, 0.0), mask=live)
