@@ -134,10 +134,16 @@ class Section:
                 self.refuse("source", f"name the files, as in {name}:/data/fineweb-edu/*.{name}")
         if not self.config.tokenizer:
             self.refuse("tokenizer", "it must be bytes, mistral, or a tokenizer's file")
-        self.check("validation_fraction", lambda x: 0 < x < 1, "between 0 and 1")
-        self.check("workers prefetch", *_NOT_NEGATIVE)
-        self.check("mqar.vocab_size", lambda x: x >= 4 and x % 2 == 0, "even and at least 4")
-        self.check("mqar.num_pairs niah.num_digits", *_POSITIVE)
+        self.check("validation_fraction", lambda x: 0 <= x < 1, "in [0, 1)")
+        if not self.config.validation_fraction and not self.config.validation_source:
+            self.refuse("validation_fraction", "it must be above 0, or give validation_source")
+        self.check("workers prefetch mqar.num_pairs", *_NOT_NEGATIVE)
+        if self.config.workers > 0 and self.config.prefetch == 0:
+            self.refuse("prefetch", "it must be at least 1, or workers 0")
+        vocab_size_fits = lambda x: x == 0 or (x >= 4 and x % 2 == 0)
+        self.check("mqar.vocab_size", vocab_size_fits, "even and at least 4, or 0")
+        self.check("mqar.power", *_POSITIVE)
+        self.check("recall_examples niah.num_needles", *_AT_LEAST_1)
         return self.found
 
     def train(self) -> list[str]:

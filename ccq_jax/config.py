@@ -101,20 +101,23 @@ def _ccq() -> ConfigDict:
 
 def _data() -> ConfigDict:
     data = ConfigDict()
-    # "stdlib", "text:GLOB", "arrayrecord:GLOB", "mqar", "niah", or a mixture with weights:
-    # "0.9*stdlib,0.1*mqar".
+    # "stdlib" (this Python's library), "text:GLOB" (.txt, .jsonl, each also .gz or .zst),
+    # "arrayrecord:GLOB" (from ccq_jax.data.prepare), "mqar", "niah", or a mixture whose weights,
+    # shares of the rows, sum to 1: "0.9*stdlib,0.1*mqar".
     data.source = "stdlib"
+    data.validation_source = ""  # what validation reads; "" = the held-out documents of `source`
+    data.validation_fraction = 0.05  # of the documents, held out; in [0, 1)
     data.tokenizer = "bytes"  # "bytes", "mistral", or a SentencePiece or tokenizer.json file
-    data.text_field = "text"  # of a jsonl document
-    data.validation_fraction = 0.05  # of the files (stdlib, text) or documents; in (0, 1)
-    data.shuffle = True  # visit training rows in a seeded random order, a new one each epoch
-    data.workers = 0  # processes that read ahead; 0 = in this process
-    data.prefetch = 2  # batches read ahead
+    data.workers = 0  # processes that make batches; 0 = threads of this process
+    data.prefetch = 2  # batches made ahead, by each worker
+    data.cache_dir = ""  # of large texts' token ids; "" = ccq_jax in $XDG_CACHE_HOME or ~/.cache
+    data.recall_examples = 256  # in validation, of each recall task, if there is nothing else
     data.mqar = ConfigDict()
-    data.mqar.vocab_size = 256  # symbols: half are keys, half values; <= the tokenizer's
-    data.mqar.num_pairs = 16  # key-value pairs to remember; 4 * num_pairs <= seq_len
+    data.mqar.vocab_size = 0  # ids used, even: half keys, half values; 0 = tokenizer's, <= 8192
+    data.mqar.num_pairs = 0  # key-value pairs; 4 * num_pairs <= seq_len + 1; 0 = seq_len / 16
+    data.mqar.power = 0.01  # a of the law of the gaps to the queries, p(gap) ~ gap^(a - 1)
     data.niah = ConfigDict()
-    data.niah.num_digits = 5  # of the value to recall
+    data.niah.num_needles = 1  # words with a number in the noise; one is asked for
     return data
 
 
