@@ -1,7 +1,7 @@
 """The recurrence, one token at a time: what every other implementation must equal, and the decode step.
 
-A covariance is the same about any origin, while C / n - mu mu^T loses its digits when the keys share a large component.
-So the sums are kept about an origin near the keys: the incoming mean, or the first key after a reset.
+A covariance is the same about any origin, while C / n - mu mu^T loses its digits when the keys share
+a large component. So the sums are kept about the newest key.
 """
 
 import functools
@@ -30,33 +30,28 @@ def forward(
     del chunk_size
 
     def step(carry, token):
-        origin, (count, total, outer) = carry
+        origin, state = carry
         q, k, lam = (x.astype(jnp.float32) for x in token[:3])
         if log_decay is not None:
-            decay = jnp.exp(token[3].astype(jnp.float32))[..., None]
-            count, total, outer = decay[..., 0] * count, decay * total, decay[..., None] * outer
-            if centered:
-                origin = jnp.where(decay == 0, k, origin)
+            decay = jnp.exp(token[3].astype(jnp.float32))
+            state = jax.tree.map(lambda x: jnp.einsum("bh,bh...->bh...", decay, x), state)
+        if centered:
+            # Whatever the origin, the result is the same: it has no gradient.
+            new_origin = jax.lax.stop_gradient(k)
+            state, origin = move_origin(state, new_origin - origin), new_origin
         delta = k - origin
-        count = count + 1
-        total = total + delta
-        outer = outer + delta[..., :, None] * delta[..., None, :]
+        count = state.count + 1
+        total = state.key_sum + delta
+        outer = state.key_outer + delta[..., :, None] * delta[..., None, :]
         read = einsum("bhij,bhj->bhi", outer, q) / count[..., None]
         if centered:
             mean = total / count[..., None]
             read = read - mean * einsum("bhi,bhi->bh", mean, q)[..., None]
         return (origin, CCQState(count, total, outer)), q - lam[..., None] * read
 
-    origin = jnp.zeros_like(initial_state.key_sum)
-    if centered:
-        count = initial_state.count[..., None]
-        mean = initial_state.key_sum / jnp.where(count > 0, count, 1)
-        origin = jnp.where(count > 0, mean, k[:, 0].astype(jnp.float32))
-    # Whatever the origin, the result is the same: it has no gradient.
-    origin = jax.lax.stop_gradient(origin)
-    carry = origin, move_origin(initial_state, origin)
+    origin = jax.lax.full_like(initial_state.key_sum, 0)
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, lam, log_decay))
-    (origin, state), out = jax.lax.scan(step, carry, tokens)
+    (origin, state), out = jax.lax.scan(step, (origin, initial_state), tokens)
     return jnp.moveaxis(out, 0, 1).astype(q.dtype), move_origin(state, -origin)
 
 
