@@ -80,7 +80,7 @@ def _model(mixer: str, size: str) -> ConfigDict:
     model.initializer_range = 0.02  # standard deviation of linear, conv and embedding weights
     model.dtype = "float32" if size == "tiny" else "bfloat16"  # of compute; parameters: float32
     model.remat = "none"  # recomputed in the backward: "none", "dots" (all but matmuls), "full"
-    model.implementation = "auto"  # of the operators: "auto", "scan", "xla", "triton", "pallas"
+    model.implementation = "auto"  # of the linear operators: or "scan", "xla", "triton", "pallas"
     model.chunk_size = 0  # tokens a chunk in the operators; 0 = the implementation's choice
     model.ccq = _ccq()
     return model

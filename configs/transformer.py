@@ -5,7 +5,8 @@
     python train.py --config=configs/transformer.py --workdir=/tmp/transformer
     python eval.py --config=configs/transformer.py --workdir=/tmp/transformer
 
-Parameters: tiny 1.1M, 500M 508M, 1.3B 1.364B. All sizes but `tiny` ask for tokenised data:
+Parameters: tiny 1.1M, 500M 508M, 1.3B 1.364B.
+All sizes but `tiny` ask for tokenised data:
 
     python train.py --config=configs/transformer.py:1.3B --workdir=DIR \
         --config.data.source=arrayrecord:/data/fineweb-edu/*.array_record

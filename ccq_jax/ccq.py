@@ -1,0 +1,203 @@
+"""Curvature-Conditioned Query (arXiv 2606.01294): it sits in front of any linear mixer."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+from ml_collections import FrozenConfigDict
+
+from ccq_jax.cache import Segments
+from ccq_jax.layers import l2_norm, normal
+from ccq_jax.sharding import batch_parallel
+from kernels import CCQState, ccq_query, gated_linear_attention
+
+POWER_ITERATIONS = 10
+# With trace_norm, Sigma is divided by tr Sigma + TRACE_FLOOR E|k|^2. Where the keys are nearly
+# equal, tr Sigma is a difference of two float32 numbers that agree in most digits, and its rounding
+# must not set the scale.
+TRACE_FLOOR = 1e-4
+
+
+class CCQ(nnx.Module):
+    """Contracts the query along the running covariance of the keys before it reads the memory:
+
+        q_clean_t = q_t - lambda_t Sigma_t q_t,   lambda_t = lambda_max sigmoid(w_h . q_t + b_h)
+
+    `config.ccq.fixed_lambda` >= 0 takes the place of the learned lambda, and needs no parameters.
+    """
+
+    def __init__(self, config: FrozenConfigDict, *, rngs: nnx.Rngs):
+        self.config = config
+        self.lambda_proj = LambdaProj(config, rngs=rngs) if config.ccq.enabled else None
+
+    def __call__(
+        self,
+        q: Float[Array, "B T H K"],
+        k: Float[Array, "B T H K"],
+        log_decay: Float[Array, "B T H"] | None,
+        segments: Segments,
+        state: CCQState | None,
+        diagnostics: bool = False,
+    ) -> tuple[Float[Array, "B T H K"], CCQState, dict[str, Float[Array, " H"]]]:
+        """The contracted query, the statistics after the last token, and what `diagnose` says.
+
+        Args:
+          q: queries as the mixer would read with them.
+          k: keys as the mixer stores them.
+          log_decay: the mixer's scalar gate; used with the option `decay` only.
+          segments: where the tokens stand; statistics start afresh with each segment.
+          state: the statistics before the first token, if this continues a call.
+          diagnostics: also describe the curvature; otherwise the dictionary is empty.
+        """
+        options = self.config.ccq
+        if options.key_norm:
+            k = l2_norm(k)
+        if not options.decay:
+            log_decay = None
+        state = None if state is None else segments.carry(state)
+        lam = self.strength(q)
+        scaled = lam
+        if options.trace_norm:
+            scaled = lam / self._trace(k, log_decay, segments, state)
+
+        def query(q, k, lam, log_decay, segment_ids, state):
+            return ccq_query(
+                q,
+                k,
+                lam,
+                log_decay=log_decay,
+                segment_ids=segment_ids,
+                initial_state=state,
+                centered=options.centered,
+                **operator_options(self.config),
+            )
+
+        inputs = (q, k, scaled, log_decay, segments.ids, state)
+        cleaned, state = batch_parallel(query)(*inputs)
+        described = diagnose(q, cleaned, lam, state, options) if diagnostics else {}
+        return cleaned, state, described
+
+    def strength(self, q: Float[Array, "B T H K"]) -> Float[Array, "B T H"]:
+        """lambda, float32."""
+        options = self.config.ccq
+        if options.fixed_lambda >= 0 or self.lambda_proj is None:
+            return jnp.full(q.shape[:-1], options.fixed_lambda, jnp.float32)
+        return options.lambda_max * jax.nn.sigmoid(self.lambda_proj(q))
+
+    def _trace(self, k, log_decay, segments, state) -> Float[Array, "B T H"]:
+        """tr Sigma_t for every token, from prefix sums: linear attention with q = k = 1."""
+        k = k.astype(jnp.float32)
+        ones = jnp.ones((*k.shape[:3], 1), jnp.float32)
+        squares = jnp.sum(k * k, axis=-1, keepdims=True)
+        if log_decay is not None:
+            log_decay = log_decay[..., None]
+        sums, norms = None, None
+        if state is not None:
+            sums = state.key_sum[:, :, None]
+            trace = jnp.trace(state.key_outer, axis1=-2, axis2=-1)
+            norms = jnp.stack([trace, state.count], axis=-1)[:, :, None]
+
+        def prefix_sum(ones, values, log_decay, segment_ids, state):
+            return gated_linear_attention(
+                ones,
+                ones,
+                values,
+                log_decay,
+                scale=1.0,
+                segment_ids=segment_ids,
+                initial_state=state,
+                **operator_options(self.config),
+            )
+
+        run = batch_parallel(prefix_sum)
+        totals = run(ones, jnp.concatenate([squares, ones], -1), log_decay, segments.ids, norms)[0]
+        second, count = totals[..., 0] / totals[..., 1], totals[..., 1:]
+        floor = TRACE_FLOOR * second + jnp.finfo(jnp.float32).tiny
+        if not self.config.ccq.centered:
+            return second + floor
+        mean = run(ones, k, log_decay, segments.ids, sums)[0] / count
+        return jnp.maximum(second - jnp.sum(mean * mean, axis=-1), 0) + floor
+
+    def init_cache(self, batch_size: int) -> CCQState:
+        """The statistics before the first token."""
+        shape, width = (batch_size, self.config.num_heads), self.config.head_dim
+        sizes = (shape, (*shape, width), (*shape, width, width))
+        return CCQState(*(jnp.zeros(size, jnp.float32) for size in sizes))
+
+
+class LambdaProj(nnx.Module):
+    """w_h . q + b_h for each head h, in float32."""
+
+    def __init__(self, config: FrozenConfigDict, *, rngs: nnx.Rngs):
+        shape = (config.num_heads, config.head_dim)
+        self.kernel = normal(rngs, shape, config.initializer_range)
+        self.bias = nnx.Param(jnp.full(config.num_heads, config.ccq.bias_init, jnp.float32))
+
+    def __call__(self, q: Float[Array, "B T H K"]) -> Float[Array, "B T H"]:
+        """Head by head."""
+        return jnp.sum(q.astype(jnp.float32) * self.kernel[...], axis=-1) + self.bias[...]
+
+
+def operator_options(config: FrozenConfigDict) -> dict:
+    """The keyword arguments that every operator takes from the configuration."""
+    implementation = None if config.implementation == "auto" else config.implementation
+    return {"implementation": implementation, "chunk_size": config.chunk_size or None}
+
+
+def diagnose(
+    q: Float[Array, "B T H K"],
+    cleaned: Float[Array, "B T H K"],
+    lam: Float[Array, "B T H"],
+    state: CCQState,
+    options: FrozenConfigDict,
+) -> dict[str, Float[Array, " H"]]:
+    """What CCQ does, head by head, averaged over the batch. Sigma is that of the last token.
+
+    Returns:
+      lambda_mean, lambda_std: of lambda over all tokens.
+      lambda_sigma_max: mean lambda times Sigma's largest eigenvalue. Above 2 the query is no longer
+        contracted.
+      effective_rank: (tr Sigma)^2 / |Sigma|_F^2, between 1 and K; 0 where Sigma is 0.
+      query_moved: |q_clean - q| / |q|, averaged over all tokens.
+    """
+    q, cleaned, lam, state = jax.lax.stop_gradient((q, cleaned, lam, state))
+    q = q.astype(jnp.float32)
+    sigma = covariance(state, options.centered)
+    trace = jnp.trace(sigma, axis1=-2, axis2=-1)
+    frobenius = jnp.sum(sigma * sigma, axis=(-2, -1))
+    tiny = jnp.finfo(jnp.float32).tiny
+    largest = largest_eigenvalue(sigma)
+    if options.trace_norm:
+        largest = largest / jnp.maximum(trace, tiny)
+    moved = jnp.linalg.norm(cleaned.astype(jnp.float32) - q, axis=-1)
+    return {
+        "lambda_mean": jnp.mean(lam, axis=(0, 1)),
+        "lambda_std": jnp.std(lam, axis=(0, 1)),
+        "lambda_sigma_max": jnp.mean(lam.mean(axis=1) * largest, axis=0),
+        "effective_rank": jnp.mean(trace**2 / jnp.maximum(frobenius, tiny), axis=0),
+        "query_moved": jnp.mean(
+            moved / jnp.maximum(jnp.linalg.norm(q, axis=-1), tiny), axis=(0, 1)
+        ),
+    }
+
+
+def covariance(state: CCQState, centered: bool) -> Float[Array, "B H K K"]:
+    """Sigma of the statistics; with centered=False, the keys' second moment."""
+    second = state.key_outer / state.count[..., None, None]
+    if not centered:
+        return second
+    mean = state.key_sum / state.count[..., None]
+    return second - mean[..., :, None] * mean[..., None, :]
+
+
+def largest_eigenvalue(sigma: Float[Array, "*batch K K"]) -> Float[Array, "*batch"]:
+    """Of positive semidefinite matrices, by power iteration: from below, within a few per cent."""
+    start = jax.random.normal(jax.random.key(0), sigma.shape[-1:])
+    vector = jnp.broadcast_to(start, sigma.shape[:-1])
+    tiny = jnp.finfo(jnp.float32).tiny
+    for _ in range(POWER_ITERATIONS):
+        vector = vector / jnp.maximum(jnp.linalg.norm(vector, axis=-1, keepdims=True), tiny)
+        image = jnp.einsum("...ij,...j->...i", sigma, vector)
+        value = jnp.sum(vector * image, axis=-1)
+        vector = image
+    return value
