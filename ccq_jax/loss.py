@@ -59,6 +59,6 @@ def model_losses(
     Positions whose `loss_mask` is 0 are computed like the others: the caller weights them.
     """
     model = nnx.merge(graphdef, params)
-    features = model.features(batch["inputs"], batch["segment_ids"])
+    features = model.features(batch["inputs"], batch["segment_ids"], diagnostics=True)
     losses = token_losses(model.logits, features.hidden, batch["targets"], chunk)
     return losses, features.diagnostics
