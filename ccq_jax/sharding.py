@@ -28,12 +28,13 @@ BATCH = P(AXES)  # tokens [B, T], activations [B, T, ...]: the batch over all de
 #   L layers, D hidden_size, I intermediate_size, N vocabulary, H heads, K and V widths of a head,
 #   R low rank, W width of the convolution
 RULES: tuple[tuple[str, P], ...] = (
-    (r"embed\w*/embedding$", P("fsdp", None)),  # [N, D]
+    (r"embed/embedding$", P("fsdp", None)),  # [N, D]
     (r"lm_head/kernel$", P(None, "fsdp")),  # [D, N]
-    (r"(o_proj|down_proj)/kernel$", P(None, None, "fsdp")),  # [L, H V | I, D]
-    (r"lambda_proj/kernel$", P(None, None, None)),  # [L, H, K]: a vector a head
-    (r"\w+/kernel$", P(None, "fsdp", None)),  # [L, D, H K | H V | H | I | R]
-    (r"(bias|scale|A_log|dt_bias)$", P()),  # [L, ...] vectors: copied
+    (r"(o_proj|down_proj|decay_up)/kernel$", P(None, None, "fsdp")),  # [L, H V | I | R, D | H K]
+    (r"_conv/kernel$", P(None, None, "fsdp")),  # [L, W, H K | H V]
+    (r"lambda_proj/kernel$", P()),  # [L, H, K]: a vector a head
+    (r"layers/.*/kernel$", P(None, "fsdp", None)),  # [L, D, H K | H V | H | I | R]
+    (r"(bias|scale|A_log|dt_bias)$", P()),  # [L, ...] vectors
 )
 
 
@@ -86,10 +87,8 @@ def is_stacked(name: str) -> bool:
 def _cut(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     if not shape:  # step counters
         return P()
-    for pattern, spec in RULES:
-        if re.search(pattern, name):
-            break
-    else:
+    spec = next((spec for pattern, spec in RULES if re.search(pattern, name)), None)
+    if spec is None:
         raise ValueError(f"no sharding rule for parameter {name!r}: add one to sharding.RULES")
     if len(spec) > len(shape):
         raise ValueError(f"the sharding rule {spec} does not fit {name!r} of shape {shape}")

@@ -1,0 +1,222 @@
+"""Checkpoints of a run: state, data position, configuration and versions.
+
+Orbax's CheckpointManager writes to a temporary directory in the background and renames it when it
+is whole, so a checkpoint is finished or does not exist. One that is no longer kept is renamed away
+before its files are deleted, so a half-deleted one cannot be mistaken for a finished one either.
+"""
+
+import importlib.metadata
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+from ml_collections import ConfigDict
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from ccq_jax import workdir as workdirs
+from ccq_jax.model import LanguageModel
+from ccq_jax.sharding import parameter_shardings
+
+_DELETED = "deleted"
+_PACKAGES = ("ccq_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+class Checkpoints:
+    """The checkpoints under `workdir`; a context manager that finishes the last save on leaving.
+
+    Args:
+      workdir: the run's directory.
+      keep: the newest that are kept.
+      keep_best: those of lowest validation loss that are kept besides.
+      read_only: only look.
+    """
+
+    def __init__(
+        self, workdir: Path, keep: int = 1, keep_best: int = 0, *, read_only: bool = False
+    ):
+        self._directory = Path(workdir) / workdirs.CHECKPOINTS
+        kept = [
+            preservation_policy.LatestN(keep),
+            preservation_policy.BestN(
+                get_metric_fn=lambda metrics: -metrics["loss"],
+                n=keep_best,
+                keep_checkpoints_without_metrics=False,
+            ),
+        ]
+        writing = {
+            "preservation_policy": preservation_policy.AnyPreservationPolicy(kept),
+            "cleanup_tmp_directories": True,
+            "todelete_subdir": _DELETED,
+        }
+        self._manager = ocp.CheckpointManager(
+            self._directory,
+            item_names=("params", "opt_state", "meta"),
+            options=ocp.CheckpointManagerOptions(
+                best_fn=lambda metrics: metrics["loss"],
+                best_mode="min",
+                read_only=read_only,
+                **({} if read_only else writing),
+            ),
+        )
+        if not read_only:
+            self._empty_bin()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._manager.close()
+
+    def steps(self) -> list[int]:
+        """Steps of the finished checkpoints, in order."""
+        return sorted(self._manager.all_steps())
+
+    def latest(self) -> int | None:
+        """The newest step, or None."""
+        return self._manager.latest_step()
+
+    def best(self) -> int | None:
+        """The step of lowest validation loss, or None where no checkpoint has one."""
+        step = self._manager.best_step()
+        return None if step is None or self._manager.metrics(step) is None else step
+
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        meta: dict[str, Any],
+        validation_loss: float | None = None,
+    ) -> None:
+        """Saves `state` in the background, once the save before is finished.
+
+        Returns when the state is copied to the host: it may be donated then. `meta` is JSON.
+        """
+        self.wait()
+        self._empty_bin()
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(state["params"]),
+                opt_state=ocp.args.StandardSave(state["opt_state"]),
+                meta=ocp.args.JsonSave(meta | {"step": step, "versions": versions()}),
+            ),
+            metrics=None if validation_loss is None else {"loss": validation_loss},
+            force=True,
+        )
+
+    def restore(self, step: int, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state and the meta saved at `step`.
+
+        Args:
+          step: one of `steps()`.
+          abstract: the state's ShapeDtypeStructs; their shardings say where the arrays go, which
+            need not be the mesh that they came from.
+        """
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardRestore(abstract["params"]),
+                opt_state=ocp.args.StandardRestore(abstract["opt_state"]),
+                meta=ocp.args.JsonRestore(),
+            ),
+        )
+        state = {"params": restored["params"], "opt_state": restored["opt_state"]}
+        return state, restored["meta"]
+
+    def restore_params(self, step: int, abstract: Any) -> Any:
+        """The parameters alone."""
+        args = ocp.args.Composite(params=ocp.args.StandardRestore(abstract))
+        return self._manager.restore(step, args=args)["params"]
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """What `save` was given as `meta`, with the step and the versions."""
+        args = ocp.args.Composite(meta=ocp.args.JsonRestore())
+        return self._manager.restore(step, args=args)["meta"]
+
+    def wait(self) -> None:
+        """Returns when the save that is under way is finished; raises if it failed."""
+        self._manager.wait_until_finished()
+
+    def _empty_bin(self) -> None:
+        if jax.process_index() == 0:
+            shutil.rmtree(self._directory / _DELETED, ignore_errors=True)
+
+
+def versions() -> dict[str, str]:
+    """Python's version and those of the packages that results depend on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # run from a checkout
+            continue
+    return found
+
+
+def version_changes(before: dict[str, str]) -> list[str]:
+    """What differs here from the versions that a checkpoint was made with; then bits may differ."""
+    now = versions()
+    return [
+        f"{name} is {now.get(name, 'absent')} here; the checkpoint was made with {version}"
+        for name, version in before.items()
+        if now.get(name) != version
+    ]
+
+
+def load_model(
+    workdir: str | Path, *, step: int | str = "latest", mesh: jax.sharding.Mesh | None = None
+) -> tuple[ConfigDict, LanguageModel]:
+    """The model of a run, with the configuration that it was trained with.
+
+    Args:
+      workdir: the run's directory.
+      step: "latest", "best" (lowest validation loss) or a step.
+      mesh: where the parameters go, by `sharding.RULES`; None is the first device.
+
+    Raises:
+      WorkdirError: there is no such run or no such checkpoint.
+    """
+    path = Path(workdir).expanduser().absolute()
+    if workdirs.read_config(path) is None:
+        raise workdirs.WorkdirError(
+            f"{path} holds no run: train one with train.py --workdir={path}"
+        )
+    if not workdirs.checkpoint_steps(path):
+        raise workdirs.WorkdirError(f"the run in {path} has no checkpoint yet")
+    with Checkpoints(path, read_only=True) as checkpoints:
+        number = _find_step(checkpoints, step, path)
+        config = ConfigDict(checkpoints.meta(number)["config"]).lock()
+        model = nnx.eval_shape(lambda: LanguageModel(config.model, rngs=nnx.Rngs(0)))
+        graphdef, variables = nnx.split(model)
+        abstract = nnx.to_pure_dict(variables)
+        if mesh is None:
+            here = SingleDeviceSharding(jax.local_devices()[0])
+            shardings = jax.tree.map(lambda _: here, abstract)
+        else:
+            shardings = parameter_shardings(abstract, mesh)
+        params = checkpoints.restore_params(number, with_shardings(abstract, shardings))
+    return config, nnx.merge(graphdef, params)
+
+
+def with_shardings(abstract: Any, shardings: Any) -> Any:
+    """ShapeDtypeStructs that also say where they lie."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
+    )
+
+
+def _find_step(checkpoints: Checkpoints, step: int | str, path: Path) -> int:
+    found = {"latest": checkpoints.latest, "best": checkpoints.best}.get(str(step), lambda: step)()
+    if found is None:
+        raise workdirs.WorkdirError(f"no checkpoint of the run in {path} has a validation loss")
+    if found not in checkpoints.steps():
+        known = ", ".join(map(str, checkpoints.steps()))
+        raise workdirs.WorkdirError(
+            f"step is {step!r}: it must be 'latest', 'best' or one of {known} (the run in {path})"
+        )
+    return int(found)
