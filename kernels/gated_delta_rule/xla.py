@@ -1,0 +1,198 @@
+"""Chunks of tokens in parallel, in plain JAX. Every product below is a matrix product of a chunk.
+
+With in_i, out_j and P_ij the decays from the chunk's start to i, from j to its end, and from j to i:
+
+    u = (I + L)^-1 diag(beta) (V - diag(in) K S),   L_ij = beta_i P_ij k_i.k_j for i > j
+    O = scale (diag(in) Q S + (P * Q K^T) u)
+    S' = in_C S + K^T diag(out) u
+
+Only S goes from chunk to chunk, and its gradient back. The backward keeps S and recomputes the rest.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kernels import chunk
+
+
+class Chunks(NamedTuple):
+    """The inputs by chunk, in float32; G = HV / H value heads share a key head."""
+
+    q: Float[Array, "N B H 1 C K"]
+    k: Float[Array, "N B H 1 C K"]
+    v: Float[Array, "N B H G C V"]
+    log_decay: Float[Array, "N B H G C"]
+    beta: Float[Array, "N B H G C 1"]
+
+
+class Products(NamedTuple):
+    """What does not depend on the state, besides the decays."""
+
+    keys: Float[Array, "N B H 1 C C"]  # k_i.k_j
+    inverse: Float[Array, "N B H G C C"]  # (I + L)^-1
+    read: Float[Array, "N B H G C K"]  # (I + L)^-1 diag(beta) diag(in) K
+    write: Float[Array, "N B H G C V"]  # (I + L)^-1 diag(beta) V
+
+
+def forward(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    log_decay: Float[Array, "B T HV"],
+    beta: Float[Array, "B T HV"],
+    initial_state: Float[Array, "B HV K V"],
+    *,
+    scale: float,
+    chunk_size: int | None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"], Any]:
+    """Outputs, final state and residuals; see `kernels.gated_delta_rule`."""
+    inputs = (q, k, v, log_decay, beta)
+    x = _chunks(*inputs, chunk_size)
+    dot = chunk.Dot(q.dtype)
+    decays = chunk.scalar_decays(x.log_decay)
+    products = _products(dot, x, decays)
+    k_end = x.k * decays.end
+
+    def step(state, chunk_inputs):
+        read, write, k_end, whole = chunk_inputs
+        u = write - dot(read, state)
+        return whole * state + dot.tn(k_end, u), (state, u)
+
+    state = initial_state.reshape(*x.v.shape[1:4], *initial_state.shape[2:])
+    state, (states, u) = jax.lax.scan(
+        step, state, (products.read, products.write, k_end, decays.whole)
+    )
+    out = dot(x.q * decays.start, states) + dot(dot.nt(x.q, x.k) * decays.pairs, u)
+    out = chunk.join(_merge_heads(scale * out), v)
+    return out, state.reshape(initial_state.shape), (inputs, states)
+
+
+def backward(
+    residuals: Any,
+    d_out: Float[Array, "B T HV V"],
+    d_state: Float[Array, "B HV K V"],
+    *,
+    scale: float,
+    chunk_size: int | None,
+) -> tuple[Array, ...]:
+    """Gradients of (q, k, v, log_decay, beta, initial_state)."""
+    inputs, states = residuals
+    x = _chunks(*inputs, chunk_size)
+    dot = chunk.Dot(inputs[0].dtype)
+    decays = chunk.scalar_decays(x.log_decay)
+    products = _products(dot, x, decays)
+    d_out = scale * _split_heads(chunk.split(d_out, x.q.shape[-2]), x.q.shape[2])
+
+    q_start, k_end = x.q * decays.start, x.k * decays.end
+    scores = dot.nt(x.q, x.k)
+    d_u_inside = dot.tn(scores * decays.pairs, d_out)
+
+    def step(d_state, chunk_inputs):
+        read, k_end, whole, d_u_inside, d_state_inside = chunk_inputs
+        d_u = d_u_inside + dot(k_end, d_state)
+        return whole * d_state + d_state_inside - dot.tn(read, d_u), (d_state, d_u)
+
+    d_initial, (d_states, d_u) = jax.lax.scan(
+        step,
+        d_state.reshape(states.shape[1:]),
+        (products.read, k_end, decays.whole, d_u_inside, dot.tn(q_start, d_out)),
+        reverse=True,
+    )
+    gradients = _inner_gradients(
+        dot, x, decays, products, scores, states, d_out, d_u, d_states
+    )
+    gradients = tuple(
+        chunk.join(_merge_heads(gradient), like)
+        for gradient, like in zip(gradients, inputs, strict=True)
+    )
+    return *gradients, d_initial.reshape(d_state.shape)
+
+
+def _inner_gradients(
+    dot: chunk.Dot,
+    x: Chunks,
+    decays: chunk.Decays,
+    products: Products,
+    scores: Array,
+    states: Array,
+    d_out: Array,
+    d_u: Array,
+    d_states: Array,
+) -> tuple[Array, ...]:
+    """Gradients of `Chunks`, given those of each chunk's output, writes and final state."""
+    u = products.write - dot(products.read, states)
+    error = x.v - decays.start * dot(x.k, states)
+    d_write = dot.tn(products.inverse, d_u)
+    d_read = -x.beta * dot.nt(d_write, states)
+    d_query = dot.nt(d_out, states)
+    d_key = dot.nt(u, d_states)
+
+    # Of the scores P * Q K^T, and of L, with the decays and beta still on them.
+    d_scores = dot.nt(d_out, u) * decays.pairs
+    d_lower = -jnp.tril(dot.nt(d_write, u), -1) * decays.pairs
+    d_keys = x.beta * d_lower
+    d_q = decays.start * d_query + dot(d_scores, x.k)
+    d_k = decays.start * d_read + decays.end * d_key
+    d_k = d_k + dot.tn(d_scores, x.q) + dot(d_keys + jnp.swapaxes(d_keys, -1, -2), x.k)
+    d_beta = (d_write * error).sum(-1) + (d_lower * products.keys).sum(-1)
+
+    from_start = decays.start[..., 0] * ((x.q * d_query) + (x.k * d_read)).sum(-1)
+    through = (decays.whole * states * d_states).sum((-2, -1))
+    from_start = from_start.at[..., -1].add(through)
+    to_end = decays.end[..., 0] * (x.k * d_key).sum(-1)
+    pairs = d_scores * scores + d_keys * products.keys
+    d_log_decay = chunk.log_decay_gradient(from_start, to_end, pairs)
+    d_q, d_k = (y.sum(3, keepdims=True) for y in (d_q, d_k))
+    return d_q, d_k, x.beta * d_write, d_log_decay, d_beta
+
+
+def _chunks(
+    q: Array, k: Array, v: Array, log_decay: Array, beta: Array, chunk_size: int | None
+) -> Chunks:
+    length = chunk.length_for(q.shape[1], chunk_size)
+    split = [
+        _split_heads(chunk.split(y, length), q.shape[2]) for y in (q, k, v, log_decay, beta)
+    ]
+    return Chunks(*split[:4], split[4][..., None])
+
+
+def _split_heads(x: Float[Array, "N B HV *C"], key_heads: int) -> Float[Array, "N B H G *C"]:
+    return x.reshape(*x.shape[:2], key_heads, -1, *x.shape[3:])
+
+
+def _merge_heads(x: Float[Array, "N B H G *C"]) -> Float[Array, "N B HV *C"]:
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+def _products(dot: chunk.Dot, x: Chunks, decays: chunk.Decays) -> Products:
+    keys = dot.nt(x.k, x.k)
+    inverse = inverse_of_unit_lower(x.beta * jnp.tril(keys * decays.pairs, -1))
+    read = dot(inverse, x.beta * decays.start * x.k)
+    return Products(keys, inverse, read, dot(inverse, x.beta * x.v))
+
+
+def inverse_of_unit_lower(lower: Float[Array, "*N C C"]) -> Float[Array, "*N C C"]:
+    """(I + lower)^-1 of strictly lower triangular matrices, C a power of two, in log2(C) steps.
+
+    Each joins the inverses of pairs of diagonal blocks: [[A, 0], [-B M A, B]]. Unlike a product of
+    powers of `lower`, no intermediate is larger than the result, also where keys are nearly parallel.
+    """
+    dot = chunk.Dot(jnp.dtype("float32"))
+    size = lower.shape[-1]
+    inverse = jnp.ones((*lower.shape[:-1], 1, 1), jnp.float32)
+    length = 1
+    while length < size:
+        below = jnp.stack(
+            [
+                lower[..., i + length : i + 2 * length, i : i + length]
+                for i in range(0, size, 2 * length)
+            ],
+            -3,
+        )
+        first, second = chunk.halves(inverse)
+        inverse = chunk.join_halves(first, second, -dot(second, dot(below, first)))
+        length *= 2
+    return inverse[..., 0, :, :]
