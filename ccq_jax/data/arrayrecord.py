@@ -118,7 +118,7 @@ def write_shards(
 
     Args:
       documents: token ids of each document, without end of document.
-      folder: made if need be; must not hold an index yet.
+      folder: made if need be; must be empty.
       tokenizer: what gave the ids; the index names it.
       name: shards are called NAME-00000.arrayrecord and on.
       shard_tokens: a shard ends with the document that reaches this many tokens.
@@ -127,11 +127,13 @@ def write_shards(
       The number of shards.
 
     Raises:
-      ValueError: the folder holds an index already, or there is no document.
+      ValueError: the folder is not empty, or there is no document.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / INDEX).exists():
-        raise ValueError(f"{folder} holds {INDEX} already; give an empty folder")
+    if any(folder.iterdir()):
+        raise ValueError(
+            f"{folder} is not empty; give a new folder (a run that was broken off left no {INDEX})"
+        )
     dtype = token_dtype(tokenizer.vocab_size)
     pending = iter(documents)
     shard = 0

@@ -170,8 +170,13 @@ def _cache_root(cache_dir: str) -> Path:
 
 
 def _build_cache(place: Path, source: Source, files: list[TextFile], tokenizer: Tokenizer):
-    place.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    except OSError as error:
+        raise ValueError(
+            f"data.cache_dir: {place.parent} must be a folder that can be written; {error}"
+        ) from error
     try:
         with (draft / "tokens.bin").open("wb") as sink:
             ends, hashes = _tokenise(source, files, tokenizer, sink)

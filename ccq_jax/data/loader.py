@@ -5,6 +5,11 @@ consumed, is the whole state: the same batches follow in another process, on ano
 processes, with other workers.
 """
 
+import multiprocessing
+import os
+import sys
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 
 import grain
@@ -43,7 +48,9 @@ class Loader(Iterator[Batch]):
         self._prefetch = prefetch
         self._workers = workers
         self.num_batches = num_batches
-        self._iterator: grain.DatasetIterator | None = None
+        self._running: list[grain.DatasetIterator] = []  # one, or none
+        # Also at the interpreter's end, where Grain's own clean-up comes too late and complains.
+        weakref.finalize(self, _close_all, self._running)
         self.set_state({"position": start})
 
     def __iter__(self) -> "Loader":
@@ -53,13 +60,10 @@ class Loader(Iterator[Batch]):
         if self.position == self.num_batches:
             self.close()
             raise StopIteration
-        if self._iterator is None:
-            self._iterator = self._start(self.position)
-        batch = next(self._iterator)
+        if not self._running:
+            self._running.append(self._start(self.position))
+        batch = next(self._running[0])
         self.position += 1
-        if self._workers:
-            # Grain hands over shared memory, which would be leaked by a batch alive at exit.
-            batch = {name: array.copy() for name, array in batch.items()}
         return batch
 
     def _start(self, position: int) -> grain.DatasetIterator:
@@ -70,8 +74,12 @@ class Loader(Iterator[Batch]):
         if self._workers:
             if not flags.FLAGS.is_parsed():
                 flags.FLAGS.mark_as_parsed()  # Grain's workers read them; outside app.run: defaults
-            batches = batches.mp_prefetch(
-                grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=self._prefetch)
+            # Batches go through pipes: shared memory is small in containers, and leaks where a
+            # batch is alive at exit.
+            pipes = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
+            batches = grain.experimental.WithOptionsIterDataset(batches, pipes).mp_prefetch(
+                grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=self._prefetch),
+                worker_init_fn=_end_with_parent,
             )
         return iter(batches)
 
@@ -93,9 +101,24 @@ class Loader(Iterator[Batch]):
 
     def close(self) -> None:
         """Ends threads and worker processes; the next batch starts them again."""
-        if self._iterator is not None:
-            self._iterator.close()
-            self._iterator = None
+        _close_all(self._running)
+
+
+def _close_all(iterators: list[grain.DatasetIterator]) -> None:
+    while iterators:
+        iterators.pop().close()
+
+
+def _end_with_parent(worker: int, workers: int) -> None:
+    """Ends a worker process whose parent was killed; Grain's would wait for it for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait():
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True, name="end-with-parent").start()
 
 
 def make_loader(

@@ -122,10 +122,12 @@ class Niah:
         for word in _WORDS:
             parts = self._parts(word, 8 * 10 ** (_DIGITS - 1))
             needle, question, answer = (len(part) for part in parts)
-            widest = max(widest, num_needles * needle + question + answer)
+            # Other numbers may take more tokens, up to the space and one a digit.
+            slack = (num_needles + 1) * max(0, _DIGITS + 1 - answer)
+            widest = max(widest, num_needles * needle + question + answer + slack)
         if widest > length:
             raise ValueError(
-                f"data.niah.num_needles={num_needles} needs seq_len at least {widest} with "
+                f"data.niah.num_needles={num_needles} needs seq_len at least {widest - 1} with "
                 f"data.tokenizer={tokenizer.name!r}; it is {length - 1}"
             )
 

@@ -124,7 +124,8 @@ def _stdlib_files(source: Source) -> list[TextFile]:
         for name in names:
             if name.endswith(".py") and not name.startswith("_sysconfigdata"):
                 path = Path(folder, name)
-                files.append(TextFile(path, path.relative_to(root).as_posix()))
+                if path.is_file():  # not a link to nowhere
+                    files.append(TextFile(path, path.relative_to(root).as_posix()))
     if not files:
         raise source.error(f"this Python's library at {root} holds no .py file; use text:GLOB")
     return sorted(files, key=lambda file: file.key)
