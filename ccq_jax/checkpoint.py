@@ -6,6 +6,8 @@ before its files are deleted, so a half-deleted one cannot be mistaken for a fin
 """
 
 import importlib.metadata
+import math
+import operator
 import platform
 import shutil
 from pathlib import Path
@@ -42,11 +44,7 @@ class Checkpoints:
         self._directory = Path(workdir) / workdirs.CHECKPOINTS
         kept = [
             preservation_policy.LatestN(keep),
-            preservation_policy.BestN(
-                get_metric_fn=lambda metrics: -metrics["loss"],
-                n=keep_best,
-                keep_checkpoints_without_metrics=False,
-            ),
+            preservation_policy.BestN(lambda metrics: -metrics["loss"], n=keep_best),
         ]
         writing = {
             "preservation_policy": preservation_policy.AnyPreservationPolicy(kept),
@@ -57,9 +55,10 @@ class Checkpoints:
             self._directory,
             item_names=("params", "opt_state", "meta"),
             options=ocp.CheckpointManagerOptions(
-                best_fn=lambda metrics: metrics["loss"],
+                best_fn=operator.itemgetter("loss"),
                 best_mode="min",
-                read_only=read_only,
+                create=not read_only,
+                save_root_metadata=False,
                 **({} if read_only else writing),
             ),
         )
@@ -83,18 +82,25 @@ class Checkpoints:
     def best(self) -> int | None:
         """The step of lowest validation loss, or None where no checkpoint has one."""
         step = self._manager.best_step()
-        return None if step is None or self._manager.metrics(step) is None else step
+        known = step is not None and self._manager.metrics(step)["loss"] < math.inf
+        return step if known else None
 
     def save(
         self,
         step: int,
         state: dict[str, Any],
         meta: dict[str, Any],
-        validation_loss: float | None = None,
+        validation_loss: float = math.inf,
     ) -> None:
         """Saves `state` in the background, once the save before is finished.
 
-        Returns when the state is copied to the host: it may be donated then. `meta` is JSON.
+        Returns when the state is copied to the host: it may be donated then.
+
+        Args:
+          step: updates that made this state.
+          state: "params" and "opt_state".
+          meta: anything that JSON holds, beside `step` and `versions`.
+          validation_loss: infinite where it is not known: such a state is never the best.
         """
         self.wait()
         self._empty_bin()
@@ -105,7 +111,7 @@ class Checkpoints:
                 opt_state=ocp.args.StandardSave(state["opt_state"]),
                 meta=ocp.args.JsonSave(meta | {"step": step, "versions": versions()}),
             ),
-            metrics=None if validation_loss is None else {"loss": validation_loss},
+            metrics={"loss": validation_loss},
             force=True,
         )
 

@@ -43,10 +43,11 @@ def validation_batches(
     loader = make_loader(
         config, split="validation", process_index=process_index, process_count=process_count
     )
-    count = min(config.eval.batches, loader.num_batches)
+    available = loader.num_batches or config.eval.batches
+    count = min(config.eval.batches, available)
     batches = []
     for i in range(count):
-        loader.set_state({"position": i * loader.num_batches // count})
+        loader.set_state({"position": i * available // count})
         batches.append(next(loader))
     loader.close()
     return batches

@@ -52,13 +52,18 @@ def _cross_entropy(
 
 
 def model_losses(
-    graphdef: nnx.GraphDef, params: PyTree[Array], batch: Batch, chunk: int = 0
+    graphdef: nnx.GraphDef,
+    params: PyTree[Array],
+    batch: Batch,
+    chunk: int = 0,
+    *,
+    diagnostics: bool = False,
 ) -> tuple[Float[Array, "B T"], Diagnostics]:
-    """The losses of a batch's targets, in nats, and the model's diagnostics.
+    """The losses of a batch's targets, in nats, and the model's diagnostics if asked for.
 
     Positions whose `loss_mask` is 0 are computed like the others: the caller weights them.
     """
     model = nnx.merge(graphdef, params)
-    features = model.features(batch["inputs"], batch["segment_ids"], diagnostics=True)
+    features = model.features(batch["inputs"], batch["segment_ids"], diagnostics=diagnostics)
     losses = token_losses(model.logits, features.hidden, batch["targets"], chunk)
     return losses, features.diagnostics

@@ -34,10 +34,14 @@ LAYERS = "viridis"
 
 # Diagnostics of CCQ: name in metrics.jsonl, title, label of the axis.
 CURVATURE = (
-    ("lambda_mean", "Strength of the contraction", "λ, mean over tokens"),
-    ("lambda_sigma_max", "Contraction along the strongest direction", "λ · σ_max(Σ)"),
-    ("effective_rank", "Directions that the keys fill", "effective rank of Σ"),
-    ("query_moved", "How far the query moves", "‖q_clean − q‖ / ‖q‖"),
+    ("lambda_mean", "Strength of the contraction", r"mean $\lambda$"),
+    (
+        "lambda_sigma_max",
+        "Contraction along the strongest direction",
+        r"$\lambda\,\sigma_{\max}(\Sigma)$",
+    ),
+    ("effective_rank", "Directions that the keys fill", r"effective rank of $\Sigma$"),
+    ("query_moved", "How far the query moves", r"$\|q_{clean} - q\|\;/\;\|q\|$"),
 )
 
 
@@ -102,7 +106,7 @@ def learning_rate(lines: list[metrics.Line]) -> Figure:
     steps, norms = metrics.series(lines, "grad_norm")
     bottom.plot(steps, norms, color=TRAIN, alpha=0.3, linewidth=1)
     bottom.plot(steps, np.exp(_smooth(np.log(np.maximum(norms, 1e-30)))), color=TRAIN)
-    bottom.set(title="Gradient norm, before clipping", xlabel="step", ylabel="‖gradient‖")
+    bottom.set(title="Gradient norm, before clipping", xlabel="step", ylabel=r"$\|g\|$")
     bottom.set_yscale("log")
     bottom.set_xlim(0, None)
     return figure
@@ -122,7 +126,9 @@ def curvature(lines: list[metrics.Line]) -> Figure:
         row[1].set_title(f"{label}, step {steps[-1]}", fontweight="normal")
     grid[-1, 0].set_xlabel("step")
     grid[-1, 1].set_xlabel("head")
-    grid[0, 0].legend(ncols=2, fontsize=8, title="mean of heads; thin: each head", title_fontsize=8)
+    lines_of_layers = grid[0, 0].get_legend_handles_labels()
+    title = "mean of a layer's heads (thin: each head)"
+    figure.legend(*lines_of_layers, loc="outside upper center", ncols=6, title=title)
     return figure
 
 
@@ -172,7 +178,7 @@ def _mark_limit(axes: Axes, values: np.ndarray) -> None:
 
 def _smooth(values: np.ndarray, share: float = 0.02) -> np.ndarray:
     """A running mean that forgets over `share` of the points, unbiased at the start."""
-    keep = math.exp(-1 / max(share * len(values), 1))
+    keep = math.exp(-1 / (share * len(values)))
     total, weight, out = 0.0, 0.0, np.empty(len(values))
     for i, value in enumerate(values):
         total, weight = keep * total + value, keep * weight + 1

@@ -60,7 +60,9 @@ def make_train_step(
     def loss_fn(
         params: PyTree[Array], batch: Batch, count: Float[Array, ""]
     ) -> tuple[Float[Array, ""], Diagnostics]:
-        losses, diagnostics = model_losses(graphdef, params, batch, train.loss_chunk)
+        losses, diagnostics = model_losses(
+            graphdef, params, batch, train.loss_chunk, diagnostics=True
+        )
         return jnp.sum(losses * batch["loss_mask"]) / count, diagnostics
 
     def gradients(params: PyTree[Array], batch: Batch):

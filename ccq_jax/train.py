@@ -117,7 +117,7 @@ class Run:
         )
         self.flops_per_token = flops.train_flops_per_token(config.model, config.train.seq_len)
         self.stopwatch = Stopwatch(self.step)
-        self.validation_loss: float | None = None  # of this step
+        self.validation_loss = math.inf  # of this step, if it was evaluated
 
     def _restore(self) -> tuple[int, int]:
         """Sets the state. Returns the step and the data's position that it belongs to."""
@@ -239,7 +239,7 @@ class Run:
         if not (np.isfinite(loss) and np.isfinite(grad_norm)):
             raise NonFiniteError(self._describe_failure(number, float(loss), metrics))
         self.reporter.advance(number)
-        self.validation_loss = None
+        self.validation_loss = math.inf
         if self._is_logged(number):
             line = self._line(number, float(loss), float(grad_norm), metrics)
             if self._is_evaluated(number):
