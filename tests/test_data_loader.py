@@ -157,8 +157,8 @@ def test_the_state_goes_through_json_forwards_and_back(source):
 def test_closing_keeps_the_position(corpus):
     loader = make_loader(make_config(corpus))
     whole = take(make_loader(make_config(corpus)), 4)
-    assert_same(take(loader, 2), whole[:2])
-    loader.close()
+    with loader:
+        assert_same(take(loader, 2), whole[:2])
     assert_same(take(loader, 2), whole[2:])
 
 

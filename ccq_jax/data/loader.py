@@ -99,6 +99,12 @@ class Loader(Iterator[Batch]):
         self.close()
         self.position = position
 
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
     def close(self) -> None:
         """Ends threads and worker processes; the next batch starts them again."""
         _close_all(self._running)
