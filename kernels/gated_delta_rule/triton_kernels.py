@@ -35,8 +35,8 @@ GATE_ROWS = tl.constexpr(5)
 
 
 @triton.jit
-def load_beta(pointer, rows, HV: tl.constexpr, mask):
-    beta = tl.load(pointer + rows * HV, mask=mask, other=0.0).to(tl.float32)
+def load_beta(pointer, HV: tl.constexpr, i, live):
+    beta = tl.load(pointer + i * HV, mask=live, other=0.0).to(tl.float32)
     return tl.where(tl.abs(beta) < SMALLEST_BETA, SMALLEST_BETA, beta)
 
 
@@ -104,14 +104,13 @@ def prepare_kernel(
     chunks = tl.cdiv(T, C)
     chunk = tl.program_id(0) % chunks
     head = tl.program_id(0) // chunks
-    batch = (head // HV).to(tl.int64)
+    tile = tl.program_id(0).to(tl.int64)
     hv = head % HV
+    row = (head // HV).to(tl.int64) * T + chunk * C
     i = tl.arange(0, C)
-    t = chunk * C + i
-    live = t < T
-    rows = batch * T + t
-    g = tl.load(log_decay + rows * HV + hv, mask=live, other=0.0).to(tl.float32)
-    strength = load_beta(beta + hv, rows, HV, live)
+    live = i < T - chunk * C
+    g = tl.load(log_decay + row * HV + hv + i * HV, mask=live, other=0.0).to(tl.float32)
+    strength = load_beta(beta + row * HV + hv, HV, i, live)
     reset = g < FORGET
     g = tl.where(reset, 0.0, g)
     coarse = tl.floor(g * COARSE) / COARSE
@@ -121,9 +120,7 @@ def prepare_kernel(
     fine_sum = tl.cumsum(fine, axis=0)
     start = tl.exp(tl.where(resets == 0.0, coarse_sum + fine_sum, float("-inf")))
     to_end = (tl.sum(coarse, axis=0) - coarse_sum) + (tl.sum(fine, axis=0) - fine_sum)
-    last = tl.max(resets, axis=0)
-    end = tl.exp(tl.where(resets == last, to_end, float("-inf")))
-    tile = tl.program_id(0).to(tl.int64)
+    end = tl.exp(tl.where(resets == tl.max(resets, axis=0), to_end, float("-inf")))
     gates += tile * (GATE_ROWS * C) + i
     tl.store(gates + COARSE_ROW * C, coarse_sum)
     tl.store(gates + FINE_ROW * C, fine_sum)
@@ -131,23 +128,83 @@ def prepare_kernel(
     tl.store(gates + START_ROW * C, start)
     tl.store(gates + END_ROW * C, end)
 
-    base = rows[:, None] * (H * K) + (hv // (HV // H)) * K
+    q += row * (H * K) + (hv // (HV // H)) * K
+    k += row * (H * K) + (hv // (HV // H)) * K
     kk = tl.zeros((C, C), tl.float32)
     qk = tl.zeros((C, C), tl.float32)
     for first in range(0, K, BLOCK_K):
         column = first + tl.arange(0, BLOCK_K)[None, :]
         mask = live[:, None] & (column < K)
-        k_tile = tl.load(k + base + column, mask=mask, other=0.0)
-        q_tile = tl.load(q + base + column, mask=mask, other=0.0)
+        k_tile = tl.load(k + i[:, None] * (H * K) + column, mask=mask, other=0.0)
+        q_tile = tl.load(q + i[:, None] * (H * K) + column, mask=mask, other=0.0)
         kk = tl.dot(k_tile, tl.trans(k_tile), kk, input_precision=PRECISION)
         qk = tl.dot(q_tile, tl.trans(k_tile), qk, input_precision=PRECISION)
     lower = i[:, None] >= i[None, :]
     decay = decay_between(coarse_sum, coarse_sum, fine_sum, fine_sum, resets, resets, lower)
-    square = tile * (C * C) + i[:, None] * C + i[None, :]
+    square = i[:, None] * C + i[None, :]
+    scores += tile * (C * C)
+    inverse += tile * (C * C)
     tl.store(scores + square, (scale * qk * decay).to(scores.dtype.element_ty))
     a = tl.where(i[:, None] > i[None, :], strength[:, None] * kk * decay, 0.0)
     m = invert_unit_lower(a, C, INVERSE_PRECISION)
     tl.store(inverse + square, m.to(inverse.dtype.element_ty))
+
+
+@triton.jit
+def load_state(pointer, vc, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns `vc` of a state [K, V], transposed, as a tuple of tiles [vc, BLOCK_K]."""
+    tiles = ()
+    for first in tl.static_range(0, K, BLOCK_K):
+        kc = first + tl.arange(0, BLOCK_K)
+        mask = (kc[None, :] < K) & (vc[:, None] < V)
+        tiles = tiles + (tl.load(pointer + kc[None, :] * V + vc[:, None], mask=mask, other=0.0),)
+    return tiles
+
+
+@triton.jit
+def store_state(pointer, tiles, vc, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The inverse of `load_state`."""
+    for n in tl.static_range(0, len(tiles)):
+        kc = n * BLOCK_K + tl.arange(0, BLOCK_K)
+        mask = (kc[None, :] < K) & (vc[:, None] < V)
+        tl.store(pointer + kc[None, :] * V + vc[:, None], tiles[n], mask=mask)
+
+
+@triton.jit
+def store_tile(pointer, tile, n, vc, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Writes tile n of a state into a transposed state [V, K]."""
+    kc = n * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (kc[None, :] < K) & (vc[:, None] < V)
+    tl.store(pointer + vc[:, None] * K + kc[None, :], tile, mask=mask)
+
+
+@triton.jit
+def load_keys(pointer, stride: tl.constexpr, i, live, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A chunk's queries or keys as a tuple of tiles [C, BLOCK_K]."""
+    tiles = ()
+    for first in tl.static_range(0, K, BLOCK_K):
+        kc = first + tl.arange(0, BLOCK_K)
+        mask = live[:, None] & (kc[None, :] < K)
+        entry = i[:, None] * stride + kc[None, :]
+        tiles = tiles + (tl.load(pointer + entry, mask=mask, other=0.0),)
+    return tiles
+
+
+@triton.jit
+def scale_state(state, factor):
+    scaled = ()
+    for n in tl.static_range(0, len(state)):
+        scaled = scaled + (state[n] * factor,)
+    return scaled
+
+
+@triton.jit
+def add_outer(state, left, keys, PRECISION: tl.constexpr):
+    """state^T + left keys, for left [vc, C]."""
+    added = ()
+    for n in tl.static_range(0, len(state)):
+        added = added + (tl.dot(left, keys[n], state[n], input_precision=PRECISION),)
+    return added
 
 
 @triton.jit
@@ -158,59 +215,61 @@ def forward_kernel(
 ):  # fmt: skip
     """Walks the chunks of one head with BLOCK_V of the state's columns.
 
-    `out`, `last` are the outputs [B, T, HV, V] and the final state [B, HV, K, V]; or, with STATES, for the backward,
-    each chunk's u [B, HV, chunks, V, C] and the state that enters it [B, HV, chunks, V, K].
+    `out`, `last` are the outputs [B, T, HV, V] and the final state [B, HV, K, V]; or, with STATES, for
+    the backward, each chunk's u [B, HV, chunks, V, C] and the state that enters it, [.., V, K].
     """
     dtype = k.dtype.element_ty
     chunks = tl.cdiv(T, C)
     blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    head = tl.program_id(0) // blocks
-    batch = (head // HV).to(tl.int64)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    batch = head // HV
     hv = head % HV
-    i = tl.arange(0, C)
-    kc = tl.arange(0, BLOCK_K)
     vc = (tl.program_id(0) % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_k = kc[None, :] < K
+    i = tl.arange(0, C)
     in_v = vc[:, None] < V
     key_head = (hv // (HV // H)) * K
-    entry = head.to(tl.int64) * (K * V) + kc[None, :] * V + vc[:, None]
-    state = tl.load(initial_state + entry, mask=in_k & in_v, other=0.0)
+    values = i[None, :] * (HV * V) + vc[:, None]
+    square = i[:, None] * C + i[None, :]
+    state = load_state(initial_state + head * (K * V), vc, K, V, BLOCK_K)
     for chunk in range(chunks):
-        tile = head.to(tl.int64) * chunks + chunk
-        t = chunk * C + i
-        live = t < T
-        rows = batch * T + t
-        keys = rows[:, None] * (H * K) + key_head + kc[None, :]
-        values = rows[None, :] * (HV * V) + hv * V + vc[:, None]
-        mask_k = live[:, None] & in_k
-        mask_v = live[None, :] & in_v
-        square = tile * (C * C) + i[:, None] * C + i[None, :]
+        tile = head * chunks + chunk
+        row = batch * T + chunk * C
+        live = i < T - chunk * C
+        mask = live[None, :] & in_v
         gate = gates + tile * (GATE_ROWS * C)
-        k_tile = tl.load(k + keys, mask=mask_k, other=0.0)
-        v_tile = tl.load(v + values, mask=mask_v, other=0.0).to(tl.float32)
-        m = tl.load(inverse + square)
+        k_tile = load_keys(k + row * (H * K) + key_head, H * K, i, live, K, BLOCK_K)
+        v_tile = tl.load(v + row * (HV * V) + hv * V + values, mask=mask, other=0.0).to(tl.float32)
+        m = tl.load(inverse + tile * (C * C) + square)
         start = tl.load(gate + START_ROW * C + i)
         end = tl.load(gate + END_ROW * C + i)
-        strength = load_beta(beta + hv, rows, HV, live)
+        strength = load_beta(beta + row * HV + hv, HV, i, live)
 
-        state_in = state.to(dtype)
-        read = tl.dot(state_in, tl.trans(k_tile), input_precision=PRECISION)
+        read = tl.zeros((BLOCK_V, C), tl.float32)
+        o = tl.zeros((BLOCK_V, C), tl.float32)
+        if not STATES:
+            q_tile = load_keys(q + row * (H * K) + key_head, H * K, i, live, K, BLOCK_K)
+            p = tl.load(scores + tile * (C * C) + square)
+        # A tile's rounded copy lives no longer than its products: registers are what is scarce here.
+        for n in tl.static_range(0, len(state)):
+            rounded = state[n].to(dtype)
+            read = tl.dot(rounded, tl.trans(k_tile[n]), read, input_precision=PRECISION)
+            if STATES:
+                store_tile(last + tile * (V * K), rounded, n, vc, K, V, BLOCK_K)
+            else:
+                o = tl.dot(rounded, tl.trans(q_tile[n]), o, input_precision=PRECISION)
         r = strength[None, :] * (v_tile - start[None, :] * read)
         u = tl.dot(r.to(dtype), tl.trans(m), input_precision=PRECISION)
         if STATES:
-            tl.store(last + tile * (V * K) + vc[:, None] * K + kc[None, :], state_in, mask=in_v & in_k)
-            tl.store(out + tile * (V * C) + vc[:, None] * C + i[None, :], u.to(dtype), mask=in_v)
+            entry = tile * (V * C) + vc[:, None] * C + i[None, :]
+            tl.store(out + entry, u.to(dtype), mask=in_v)
         else:
-            q_tile = tl.load(q + keys, mask=mask_k, other=0.0)
-            p = tl.load(scores + square)
-            o = tl.dot(state_in, tl.trans(q_tile), input_precision=PRECISION)
-            o = (scale * start)[None, :] * o
+            o *= (scale * start)[None, :]
             o = tl.dot(u.to(dtype), tl.trans(p), o, input_precision=PRECISION)
-            tl.store(out + values, o.to(out.dtype.element_ty), mask=mask_v)
-        state *= tl.load(gate + START_ROW * C + C - 1)
-        state = tl.dot((end[None, :] * u).to(dtype), k_tile, state, input_precision=PRECISION)
+            tl.store(out + row * (HV * V) + hv * V + values, o.to(out.dtype.element_ty), mask=mask)
+        state = scale_state(state, tl.load(gate + START_ROW * C + C - 1))
+        state = add_outer(state, (end[None, :] * u).to(dtype), k_tile, PRECISION)
     if not STATES:
-        tl.store(last + entry, state, mask=in_k & in_v)
+        store_state(last + head * (K * V), state, vc, K, V, BLOCK_K)
 
 
 @triton.jit
@@ -221,57 +280,51 @@ def reverse_kernel(
 ):  # fmt: skip
     """Walks the chunks of one head backwards with the gradient of BLOCK_V of the state's columns.
 
-    Writes dv, the gradient of the state that leaves each chunk [B, HV, chunks, V, K], and that of the initial one.
+    Writes dv, the gradient of the state that leaves each chunk [B, HV, chunks, V, K], and that of the
+    initial state.
     """
     dtype = k.dtype.element_ty
     chunks = tl.cdiv(T, C)
     blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    head = tl.program_id(0) // blocks
-    batch = (head // HV).to(tl.int64)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    batch = head // HV
     hv = head % HV
-    i = tl.arange(0, C)
-    kc = tl.arange(0, BLOCK_K)
     vc = (tl.program_id(0) % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_k = kc[None, :] < K
+    i = tl.arange(0, C)
     in_v = vc[:, None] < V
     key_head = (hv // (HV // H)) * K
-    entry = head.to(tl.int64) * (K * V) + kc[None, :] * V + vc[:, None]
-    d_state = tl.load(d_last + entry, mask=in_k & in_v, other=0.0)
+    values = i[None, :] * (HV * V) + vc[:, None]
+    square = i[:, None] * C + i[None, :]
+    d_state = load_state(d_last + head * (K * V), vc, K, V, BLOCK_K)
     for step in range(chunks):
         chunk = chunks - 1 - step
-        tile = head.to(tl.int64) * chunks + chunk
-        t = chunk * C + i
-        live = t < T
-        rows = batch * T + t
-        keys = rows[:, None] * (H * K) + key_head + kc[None, :]
-        values = rows[None, :] * (HV * V) + hv * V + vc[:, None]
-        mask_k = live[:, None] & in_k
-        mask_v = live[None, :] & in_v
-        square = tile * (C * C) + i[:, None] * C + i[None, :]
+        tile = head * chunks + chunk
+        row = batch * T + chunk * C
+        live = i < T - chunk * C
+        mask = live[None, :] & in_v
         gate = gates + tile * (GATE_ROWS * C)
-        k_tile = tl.load(k + keys, mask=mask_k, other=0.0)
-        q_tile = tl.load(q + keys, mask=mask_k, other=0.0)
-        do = tl.load(d_out + values, mask=mask_v, other=0.0)
-        m = tl.load(inverse + square)
-        p = tl.load(scores + square)
+        k_tile = load_keys(k + row * (H * K) + key_head, H * K, i, live, K, BLOCK_K)
+        q_tile = load_keys(q + row * (H * K) + key_head, H * K, i, live, K, BLOCK_K)
+        do = tl.load(d_out + row * (HV * V) + hv * V + values, mask=mask, other=0.0)
+        m = tl.load(inverse + tile * (C * C) + square)
+        p = tl.load(scores + tile * (C * C) + square)
         start = tl.load(gate + START_ROW * C + i)
         end = tl.load(gate + END_ROW * C + i)
-        strength = load_beta(beta + hv, rows, HV, live)
+        strength = load_beta(beta + row * HV + hv, HV, i, live)
 
-        d_state_out = d_state.to(dtype)
-        tl.store(
-            d_states + tile * (V * K) + vc[:, None] * K + kc[None, :], d_state_out, mask=in_v & in_k
-        )
-        du = tl.dot(d_state_out, tl.trans(k_tile), input_precision=PRECISION)
+        du = tl.zeros((BLOCK_V, C), tl.float32)
+        for n in tl.static_range(0, len(d_state)):
+            rounded = d_state[n].to(dtype)
+            du = tl.dot(rounded, tl.trans(k_tile[n]), du, input_precision=PRECISION)
+            store_tile(d_states + tile * (V * K), rounded, n, vc, K, V, BLOCK_K)
         du = tl.dot(do, p, end[None, :] * du, input_precision=PRECISION)
-        dr = tl.dot(du.to(dtype), m, input_precision=PRECISION)
-        dv = strength[None, :] * dr
-        tl.store(d_v + values, dv.to(d_v.dtype.element_ty), mask=mask_v)
-        d_state *= tl.load(gate + START_ROW * C + C - 1)
+        dv = strength[None, :] * tl.dot(du.to(dtype), m, input_precision=PRECISION)
+        tl.store(d_v + row * (HV * V) + hv * V + values, dv.to(d_v.dtype.element_ty), mask=mask)
+        d_state = scale_state(d_state, tl.load(gate + START_ROW * C + C - 1))
         do = ((scale * start)[None, :] * do.to(tl.float32)).to(dtype)
-        d_state = tl.dot(do, q_tile, d_state, input_precision=PRECISION)
-        d_state = tl.dot((-start[None, :] * dv).to(dtype), k_tile, d_state, input_precision=PRECISION)
-    tl.store(d_initial + entry, d_state, mask=in_k & in_v)
+        d_state = add_outer(d_state, do, q_tile, PRECISION)
+        d_state = add_outer(d_state, (-start[None, :] * dv).to(dtype), k_tile, PRECISION)
+    store_state(d_initial + head * (K * V), d_state, vc, K, V, BLOCK_K)
 
 
 @triton.jit
@@ -282,7 +335,8 @@ def gradient_kernel(
 ):  # fmt: skip
     """Gradients of q, k, decay and beta of one chunk and head, for BLOCK_K of the key's columns.
 
-    d_q, d_k are per value head, [B, T, HV, K]; d_decay, d_beta [column blocks, B, T, HV] sum to the gradients.
+    d_q, d_k are per value head, [B, T, HV, K]; d_decay, d_beta [column blocks, B, T, HV] sum to the
+    gradients.
     """
     dtype = k.dtype.element_ty
     chunks = tl.cdiv(T, C)
@@ -290,39 +344,41 @@ def gradient_kernel(
     block = tl.program_id(0) % blocks
     tile = (tl.program_id(0) // blocks).to(tl.int64)
     chunk = (tile % chunks).to(tl.int32)
-    head = (tile // chunks).to(tl.int32)
-    batch = (head // HV).to(tl.int64)
+    head = tile // chunks
     hv = head % HV
+    row = (head // HV) * T + chunk * C
     i = tl.arange(0, C)
+    live = i < T - chunk * C
     kc = block * BLOCK_K + tl.arange(0, BLOCK_K)
-    t = chunk * C + i
-    live = t < T
-    rows = batch * T + t
     in_k = kc[None, :] < K
+    d_out += row * (HV * V) + hv * V
+    d_v += row * (HV * V) + hv * V
+    u += tile * (V * C)
+    states += tile * (V * K)
+    d_states += tile * (V * K)
 
     dq = tl.zeros((C, BLOCK_K), tl.float32)
     dk_read = tl.zeros((C, BLOCK_K), tl.float32)
     dk_write = tl.zeros((C, BLOCK_K), tl.float32)
     x = tl.zeros((C, C), tl.float32)
     y = tl.zeros((C, C), tl.float32)
-    trace = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+    trace = tl.zeros((BLOCK_K,), tl.float32)
     for first in range(0, V, BLOCK_V):
         vc = first + tl.arange(0, BLOCK_V)
-        values = rows[:, None] * (HV * V) + hv * V + vc[None, :]
-        mask_v = live[:, None] & (vc[None, :] < V)
-        entry = tile * (V * K) + vc[:, None] * K + kc[None, :]
-        mask_s = (vc[:, None] < V) & in_k
-        do = tl.load(d_out + values, mask=mask_v, other=0.0)
-        dv = tl.load(d_v + values, mask=mask_v, other=0.0)
-        u_tile = tl.load(u + tile * (V * C) + vc[:, None] * C + i[None, :], mask=vc[:, None] < V, other=0.0)
-        s = tl.load(states + entry, mask=mask_s, other=0.0)
-        ds = tl.load(d_states + entry, mask=mask_s, other=0.0)
+        in_v = vc < V
+        mask = live[:, None] & in_v[None, :]
+        do = tl.load(d_out + i[:, None] * (HV * V) + vc[None, :], mask=mask, other=0.0)
+        dv = tl.load(d_v + i[:, None] * (HV * V) + vc[None, :], mask=mask, other=0.0)
+        u_tile = tl.load(u + vc[:, None] * C + i[None, :], mask=in_v[:, None], other=0.0)
+        mask = in_v[:, None] & in_k
+        s = tl.load(states + vc[:, None] * K + kc[None, :], mask=mask, other=0.0)
+        ds = tl.load(d_states + vc[:, None] * K + kc[None, :], mask=mask, other=0.0)
         dq = tl.dot(do, s, dq, input_precision=PRECISION)
         dk_read = tl.dot(dv, s, dk_read, input_precision=PRECISION)
         dk_write = tl.dot(tl.trans(u_tile), ds, dk_write, input_precision=PRECISION)
         x = tl.dot(do, u_tile, x, input_precision=PRECISION)
         y = tl.dot(dv, u_tile, y, input_precision=PRECISION)
-        trace += s.to(tl.float32) * ds.to(tl.float32)
+        trace += tl.sum(s.to(tl.float32) * ds.to(tl.float32), axis=0)
 
     gate = gates + tile * (GATE_ROWS * C)
     coarse = tl.load(gate + COARSE_ROW * C + i)
@@ -330,34 +386,37 @@ def gradient_kernel(
     resets = tl.load(gate + RESETS_ROW * C + i)
     start = tl.load(gate + START_ROW * C + i)
     end = tl.load(gate + END_ROW * C + i)
-    keys = rows[:, None] * (H * K) + (hv // (HV // H)) * K + kc[None, :]
-    mask_k = live[:, None] & in_k
-    q_tile = tl.load(q + keys, mask=mask_k, other=0.0)
-    k_tile = tl.load(k + keys, mask=mask_k, other=0.0)
-    strength = load_beta(beta + hv, rows, HV, live)
+    mask = live[:, None] & in_k
+    entry = row * (H * K) + (hv // (HV // H)) * K + i[:, None] * (H * K) + kc[None, :]
+    q_tile = tl.load(q + entry, mask=mask, other=0.0)
+    k_tile = tl.load(k + entry, mask=mask, other=0.0)
+    strength = load_beta(beta + row * HV + hv, HV, i, live)
     lower = i[:, None] >= i[None, :]
     decay = decay_between(coarse, coarse, fine, fine, resets, resets, lower)
     n_q = (scale * x * decay).to(dtype)
     n_k = tl.where(i[:, None] > i[None, :], -y * decay, 0.0).to(dtype)
-    # u = beta (...) and dv = beta dr, so that the diagonal of dv u^T is beta^2 times beta's gradient
-    of_beta = tl.sum(tl.where(i[:, None] == i[None, :], y, 0.0), axis=1) / (strength * strength)
+    # u = beta (...) and dv = beta dr: the diagonal of dv u^T is beta^2 times beta's gradient.
+    diagonal = tl.where(i[:, None] == i[None, :], y, 0.0)
+    of_beta = tl.sum(diagonal, axis=1) / (strength * strength)
 
     dq = tl.dot(n_q, k_tile, (scale * start)[:, None] * dq, input_precision=PRECISION)
     dk_read = tl.dot(n_k, k_tile, -start[:, None] * dk_read, input_precision=PRECISION)
     dk_write *= end[:, None]
-    keys_f32 = k_tile.to(tl.float32)
-    leaving = tl.sum(keys_f32 * dk_write, axis=1)
+    keys = k_tile.to(tl.float32)
+    leaving = tl.sum(keys * dk_write, axis=1)
     dk_write = tl.dot(tl.trans(n_q), q_tile, dk_write, input_precision=PRECISION)
     dk_write = tl.dot(tl.trans(n_k), k_tile, dk_write, input_precision=PRECISION)
 
-    out_keys = rows[:, None] * (HV * K) + hv * K + kc[None, :]
-    tl.store(d_q + out_keys, dq.to(d_q.dtype.element_ty), mask=mask_k)
-    tl.store(d_k + out_keys, (dk_read + dk_write).to(d_k.dtype.element_ty), mask=mask_k)
+    entry = row * (HV * K) + hv * K + i[:, None] * (HV * K) + kc[None, :]
+    tl.store(d_q + entry, dq.to(d_q.dtype.element_ty), mask=mask)
+    tl.store(d_k + entry, (dk_read + dk_write).to(d_k.dtype.element_ty), mask=mask)
     # A log decay at l scales every path from a token before l to one at l or after.
-    passing = tl.load(gate + START_ROW * C + C - 1) * tl.sum(trace)
-    within = tl.sum(q_tile.to(tl.float32) * dq + keys_f32 * (dk_read - dk_write), axis=1) + leaving
-    of_decay = tl.cumsum(within, axis=0, reverse=True) + (tl.cumsum(leaving, axis=0) - leaving) + passing
-    small = block * (tl.num_programs(0) // (blocks * chunks)).to(tl.int64) * T + batch * (HV * T) + t * HV + hv
-    g = tl.load(log_decay + rows * HV + hv, mask=live, other=0.0).to(tl.float32)
-    tl.store(d_decay + small, tl.where(g < FORGET, 0.0, of_decay), mask=live)
-    tl.store(d_beta + small, tl.where(block == 0, of_beta, 0.0), mask=live)
+    passing = tl.load(gate + START_ROW * C + C - 1) * tl.sum(trace, axis=0)
+    within = tl.sum(q_tile.to(tl.float32) * dq + keys * (dk_read - dk_write), axis=1) + leaving
+    of_decay = tl.cumsum(within, axis=0, reverse=True)
+    of_decay += (tl.cumsum(leaving, axis=0) - leaving) + passing
+    g = tl.load(log_decay + row * HV + hv + i * HV, mask=live, other=0.0).to(tl.float32)
+    rows = (tl.num_programs(0) // (blocks * chunks * HV)).to(tl.int64) * T
+    entry = (block * rows + row) * HV + hv + i * HV
+    tl.store(d_decay + entry, tl.where(g < FORGET, 0.0, of_decay), mask=live)
+    tl.store(d_beta + entry, tl.where(block == 0, of_beta, 0.0), mask=live)
