@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ccq_jax import config as config_module
-from ccq_jax.data import make_loader, make_tokenizer, prepare, required_vocab_size, validate_data
+from ccq_jax.data import (
+    long_documents,
+    make_loader,
+    make_tokenizer,
+    prepare,
+    required_vocab_size,
+    validate_data,
+)
 
 BYTES = make_tokenizer("bytes")
 
@@ -290,6 +297,18 @@ def test_validation_of_a_recall_task_alone_holds_other_examples_than_training():
     assert len(rows) == 24
     assert len(set(rows)) == 21
     assert not set(rows) & set(rows_of(take(make_loader(config), 20)))
+
+
+def test_long_documents_begin_held_out_documents_and_are_spread_evenly(tmp_path):
+    for i in range(10):
+        (tmp_path / f"{i}.txt").write_text(str(i) * (10 * i + 1))
+    config = make_config("mqar", validation_source=f"text:{tmp_path}/*")
+    texts = [BYTES.decode(ids.tolist()) for ids in long_documents(config, 40, limit=9)]
+    assert texts == [str(i) * 40 for i in range(4, 10)]
+    assert long_documents(config, 40, limit=3)[1].tolist() == [ord("6")] * 40
+    assert long_documents(config, 92, limit=3) == []
+    config.data.validation_source = ""
+    assert long_documents(config, 1, limit=3) == []
 
 
 # Shards and the default source

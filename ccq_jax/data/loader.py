@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import grain
 import numpy as np
 from absl import flags
+from jaxtyping import Int, Int32
 from ml_collections import ConfigDict
 
 from ccq_jax.data import recall
@@ -210,24 +211,64 @@ def _training_rows(config: ConfigDict, tokenizer: Tokenizer) -> grain.MapDataset
 
 
 def _validation_parts(config: ConfigDict, tokenizer: Tokenizer) -> list[Sequence[Row]]:
-    given = config.data.validation_source
-    sources = (
-        parse_source(given, "data.validation_source") if given else parse_source(config.data.source)
-    )
-    texts = [source for source in sources if source.kind not in RECALL_TASKS]
-    if not texts:
+    seq_len, eos_id = config.train.seq_len, tokenizer.eos_id
+    parts: list[Sequence[Row]] = [
+        PackedRows(documents, chosen, seq_len, eos_id)
+        for documents, chosen in _validation_documents(config, tokenizer)
+    ]
+    if not parts:
         seed = recall.recall_seed(config.seed, "validation")
         count = config.data.recall_examples
-        return [_recall_rows(source, config, tokenizer, seed, count) for source in sources]
-    parts: list[Sequence[Row]] = []
-    for source in texts:
+        parts += [
+            _recall_rows(source, config, tokenizer, seed, count)
+            for source in _validation_sources(config)
+        ]
+    return parts
+
+
+def _validation_sources(config: ConfigDict) -> list[Source]:
+    if config.data.validation_source:
+        return parse_source(config.data.validation_source, "data.validation_source")
+    return parse_source(config.data.source)
+
+
+def _validation_documents(
+    config: ConfigDict, tokenizer: Tokenizer
+) -> Iterator[tuple[Documents, Int[np.ndarray, " n"]]]:
+    """Each source of documents with the indices of those that validation reads."""
+    for source in _validation_sources(config):
+        if source.kind in RECALL_TASKS:
+            continue
         documents = _load_documents(source, config, tokenizer)
         chosen = np.arange(len(documents.lengths))
-        if not given:
+        if not config.data.validation_source:
             fraction = config.data.validation_fraction
             chosen = split_documents(documents, "validation", fraction, source)
-        parts.append(PackedRows(documents, chosen, config.train.seq_len, tokenizer.eos_id))
-    return parts
+        yield documents, chosen
+
+
+def long_documents(
+    config: ConfigDict, length: int, *, limit: int
+) -> list[Int32[np.ndarray, " length"]]:
+    """The first `length` tokens of validation documents that have as many.
+
+    Args:
+      config: the whole configuration; reads `data`.
+      length: tokens of each.
+      limit: of more documents, so many are taken, evenly spread.
+
+    Returns:
+      Token ids of at most `limit` documents of each source, in a fixed order; none where no
+      document is long enough, or no source has documents.
+    """
+    tokenizer = make_tokenizer(config.data.tokenizer)
+    found = []
+    for documents, chosen in _validation_documents(config, tokenizer):
+        chosen = chosen[documents.lengths[chosen] >= length]
+        count = min(limit, len(chosen))
+        spread = chosen[np.arange(count) * len(chosen) // max(1, count)]
+        found += [documents.read(int(i), 0, length).astype(np.int32) for i in spread]
+    return found
 
 
 def _load_documents(source: Source, config: ConfigDict, tokenizer: Tokenizer) -> Documents:
