@@ -22,8 +22,9 @@ class Cache(NamedTuple):
 
 def empty_cache(layers: Any, batch_size: int) -> Cache:
     """The cache before the first token."""
-    zeros = jnp.zeros(batch_size, jnp.int32)
-    return Cache(layers, segment=zeros, position=zeros, length=jnp.zeros((), jnp.int32))
+    # Buffers of their own, so that a cache can be donated.
+    segment, position = jnp.zeros((2, batch_size), jnp.int32)
+    return Cache(layers, segment, position, length=jnp.zeros((), jnp.int32))
 
 
 class Segments(NamedTuple):
