@@ -16,6 +16,7 @@ POWER_ITERATIONS = 10
 # equal, tr Sigma is a difference of two float32 numbers that agree in most digits, and its rounding
 # must not set the scale.
 TRACE_FLOOR = 1e-4
+TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 class CCQ(nnx.Module):
@@ -112,17 +113,20 @@ class CCQ(nnx.Module):
         run = batch_parallel(prefix_sum)
         totals = run(ones, jnp.concatenate([squares, ones], -1), log_decay, segments.ids, norms)[0]
         second, count = totals[..., 0] / totals[..., 1], totals[..., 1:]
-        floor = TRACE_FLOOR * second + jnp.finfo(jnp.float32).tiny
         if not self.config.ccq.centered:
-            return second + floor
+            return _with_floor(second, second)
         mean = run(ones, k, log_decay, segments.ids, sums)[0] / count
-        return jnp.maximum(second - jnp.sum(mean * mean, axis=-1), 0) + floor
+        return _with_floor(second - jnp.sum(mean * mean, axis=-1), second)
 
     def init_cache(self, batch_size: int) -> CCQState:
         """The statistics before the first token."""
         shape, width = (batch_size, self.config.num_heads), self.config.head_dim
         sizes = (shape, (*shape, width), (*shape, width, width))
         return CCQState(*(jnp.zeros(size, jnp.float32) for size in sizes))
+
+
+def _with_floor(trace: Array, second: Array) -> Array:
+    return jnp.maximum(trace, 0) + TRACE_FLOOR * second + TINY
 
 
 class LambdaProj(nnx.Module):
@@ -165,18 +169,18 @@ def diagnose(
     sigma = covariance(state, options.centered)
     trace = jnp.trace(sigma, axis1=-2, axis2=-1)
     frobenius = jnp.sum(sigma * sigma, axis=(-2, -1))
-    tiny = jnp.finfo(jnp.float32).tiny
     largest = largest_eigenvalue(sigma)
     if options.trace_norm:
-        largest = largest / jnp.maximum(trace, tiny)
+        second = jnp.trace(state.key_outer, axis1=-2, axis2=-1) / state.count
+        largest = largest / _with_floor(trace, second)
     moved = jnp.linalg.norm(cleaned.astype(jnp.float32) - q, axis=-1)
     return {
         "lambda_mean": jnp.mean(lam, axis=(0, 1)),
         "lambda_std": jnp.std(lam, axis=(0, 1)),
         "lambda_sigma_max": jnp.mean(lam.mean(axis=1) * largest, axis=0),
-        "effective_rank": jnp.mean(trace**2 / jnp.maximum(frobenius, tiny), axis=0),
+        "effective_rank": jnp.mean(trace**2 / jnp.maximum(frobenius, TINY), axis=0),
         "query_moved": jnp.mean(
-            moved / jnp.maximum(jnp.linalg.norm(q, axis=-1), tiny), axis=(0, 1)
+            moved / jnp.maximum(jnp.linalg.norm(q, axis=-1), TINY), axis=(0, 1)
         ),
     }
 
@@ -194,9 +198,8 @@ def largest_eigenvalue(sigma: Float[Array, "*batch K K"]) -> Float[Array, "*batc
     """Of positive semidefinite matrices, by power iteration: from below, within a few per cent."""
     start = jax.random.normal(jax.random.key(0), sigma.shape[-1:])
     vector = jnp.broadcast_to(start, sigma.shape[:-1])
-    tiny = jnp.finfo(jnp.float32).tiny
     for _ in range(POWER_ITERATIONS):
-        vector = vector / jnp.maximum(jnp.linalg.norm(vector, axis=-1, keepdims=True), tiny)
+        vector = vector / jnp.maximum(jnp.linalg.norm(vector, axis=-1, keepdims=True), TINY)
         image = jnp.einsum("...ij,...j->...i", sigma, vector)
         value = jnp.sum(vector * image, axis=-1)
         vector = image

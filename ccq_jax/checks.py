@@ -12,6 +12,7 @@ _Accept = tuple[Callable[[Any], bool], str]
 _POSITIVE: _Accept = (lambda x: x > 0, "above 0")
 _NOT_NEGATIVE: _Accept = (lambda x: x >= 0, "0 or above")
 _AT_LEAST_1: _Accept = (lambda x: x >= 1, "at least 1")
+_CHUNK_SIZES = (0, 16, 32, 64, 128, 256)
 
 
 def structure(config: ConfigDict, like: ConfigDict, prefix: str = "") -> list[str]:
@@ -94,7 +95,8 @@ class Section:
             "hidden_size num_layers num_heads head_dim head_v_dim gate_low_rank",
             *_AT_LEAST_1,
         )
-        self.check("vocab_size num_v_heads intermediate_size chunk_size conv_size", *_NOT_NEGATIVE)
+        self.check("vocab_size num_v_heads intermediate_size conv_size", *_NOT_NEGATIVE)
+        self.check("chunk_size", lambda x: x in _CHUNK_SIZES, "0, 16, 32, 64, 128 or 256")
         self.check("norm_eps gate_normalizer rope_theta initializer_range", *_POSITIVE)
         self.check("head_dim head_v_dim", lambda x: x <= 512, "at most 512")
         if c.num_v_heads not in (0, c.num_heads):

@@ -5,7 +5,7 @@ The main run. `tiny` trains on the running Python's own library source, as bytes
     python train.py --config=configs/ccq_gdn.py --workdir=/tmp/ccq_gdn
     python eval.py --config=configs/ccq_gdn.py --workdir=/tmp/ccq_gdn
 
-Parameters: tiny 1.3M, 500M 512M, 1.3B 1.387B.
+Parameters: tiny 1.1M, 500M 512M, 1.3B 1.387B.
 All sizes but `tiny` ask for tokenised data:
 
     python train.py --config=configs/ccq_gdn.py:1.3B --workdir=DIR \

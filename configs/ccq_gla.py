@@ -5,7 +5,7 @@
     python train.py --config=configs/ccq_gla.py --workdir=/tmp/ccq_gla
     python eval.py --config=configs/ccq_gla.py --workdir=/tmp/ccq_gla
 
-Parameters: tiny 1.3M, 340M 374M, 500M 512M, 1.3B 1.366B.
+Parameters: tiny 1.1M, 340M 374M, 500M 509M, 1.3B 1.366B.
 All sizes but `tiny` ask for tokenised data:
 
     python train.py --config=configs/ccq_gla.py:1.3B --workdir=DIR \

@@ -5,7 +5,7 @@
     python train.py --config=configs/gdn.py --workdir=/tmp/gdn
     python eval.py --config=configs/gdn.py --workdir=/tmp/gdn
 
-Parameters: tiny 1.3M, 500M 512M, 1.3B 1.387B.
+Parameters: tiny 1.1M, 500M 512M, 1.3B 1.387B.
 All sizes but `tiny` ask for tokenised data:
 
     python train.py --config=configs/gdn.py:1.3B --workdir=DIR \

@@ -5,7 +5,7 @@
     python train.py --config=configs/gla.py --workdir=/tmp/gla
     python eval.py --config=configs/gla.py --workdir=/tmp/gla
 
-Parameters: tiny 1.3M, 340M 374M, 500M 512M, 1.3B 1.366B.
+Parameters: tiny 1.1M, 340M 374M, 500M 509M, 1.3B 1.366B.
 All sizes but `tiny` ask for tokenised data:
 
     python train.py --config=configs/gla.py:1.3B --workdir=DIR \

@@ -5,7 +5,7 @@
     python train.py --config=configs/transformer.py --workdir=/tmp/transformer
     python eval.py --config=configs/transformer.py --workdir=/tmp/transformer
 
-Parameters: tiny 1.1M, 500M 508M, 1.3B 1.364B.
+Parameters: tiny 1.1M, 500M 509M, 1.3B 1.364B.
 All sizes but `tiny` ask for tokenised data:
 
     python train.py --config=configs/transformer.py:1.3B --workdir=DIR \
