@@ -196,13 +196,18 @@ if __name__ == "__main__":
     c.data.source, c.data.workers = sys.argv[1], 1
     loader = make_loader(c)
     batch = next(loader)
+    if sys.argv[2] == "interrupted":
+        signal.signal(signal.SIGINT, lambda *arguments: None)
+        os.killpg(0, signal.SIGINT)
+        for _ in range(10):
+            batch = next(loader)
     if sys.argv[2] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [("ended", 0), ("killed", -9)])
-def test_workers_end_quietly_with_their_program(corpus, tmp_path, end, code):
+@pytest.mark.parametrize("end", ["ended", "interrupted", "killed"])
+def test_workers_live_as_long_as_their_program(corpus, tmp_path, end):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     # `run` waits until the last process that could write to the pipe has ended, workers included.
@@ -213,10 +218,12 @@ def test_workers_end_quietly_with_their_program(corpus, tmp_path, end, code):
         text=True,
         timeout=60,
         check=False,
+        start_new_session=True,  # the interruption reaches the program and its workers alone
     )
-    assert done.returncode == code
-    if end == "ended":
-        assert done.stderr == ""
+    if end == "killed":
+        assert done.returncode == -9
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 # Mixtures
@@ -327,6 +334,15 @@ def test_shards_give_the_batches_of_one_process_to_two(corpus, tmp_path):
     )
     assert ":" in BYTES.decode(whole[0]["inputs"][0].tolist())
     assert len(list(make_loader(config, split="validation"))) >= 1
+
+
+def test_a_shard_damaged_since_is_reported_by_its_document(corpus, tmp_path):
+    prepare.main([f"--source={corpus}", "--tokenizer=bytes", f"--out={tmp_path}/out"])
+    (lengths,) = tmp_path.glob("out/*.lengths.npy")
+    np.save(lengths, np.load(lengths) + np.uint32(1))
+    config = make_config(f"arrayrecord:{tmp_path}/out/*")
+    with pytest.raises(ValueError, match=r"data\.source='arrayrecord:.* document \d+ holds \d+ by"):
+        next(make_loader(config))
 
 
 def test_the_default_source_is_python_text():

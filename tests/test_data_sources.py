@@ -285,7 +285,7 @@ def run_prepare(tmp_path, *more, tokenizer="bytes"):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(TEXTS)))
     source = f"--source=text:{tmp_path}/*.jsonl.gz"
     prepare.main([source, f"--tokenizer={tokenizer}", f"--out={tmp_path / 'out'}", *more])
-    return Source("arrayrecord", f"{tmp_path}/out/*.arrayrecord")
+    return Source("arrayrecord", f"{tmp_path}/out/*")
 
 
 @pytest.mark.parametrize("name", ["bytes", "mistral"])

@@ -166,6 +166,12 @@ def test_other_hugging_face_decoders_keep_words_apart(tmp_path, decoder):
     assert "".join(stream.push(i) for i in (1, 2, last)) == text
 
 
+def test_a_vocabulary_without_an_unknown_word_drops_what_it_cannot_spell(tmp_path):
+    words = tokenizers.Tokenizer(tokenizers.models.BPE({"</s>": 0, "b": 1}, []))
+    words.save(str(tmp_path / "tokenizer.json"))
+    assert make_tokenizer(str(tmp_path)).encode("abc") == [1]
+
+
 def test_eos_is_read_from_the_config_beside_the_file(tokenizer_files, tmp_path):
     data = json.loads(tokenizer_files["byte-level"].read_bytes())
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))

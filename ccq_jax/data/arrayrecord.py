@@ -23,6 +23,7 @@ from ccq_jax.data.tokenizer import Tokenizer
 
 FORMAT = "ccq_jax tokens 1"
 INDEX = "index.json"
+_LENGTHS = ".lengths.npy"
 
 
 class ArrayRecordDocuments:
@@ -84,12 +85,15 @@ def check_shards(source: Source, tokenizer: Tokenizer) -> list[Path]:
     Raises:
       ValueError: no shard matches, a shard without its index, or another tokeniser's ids.
     """
-    paths = [file.path for file in match_files(source)]
+    matched = [file.path for file in match_files(source)]
+    paths = [p for p in matched if p.name != INDEX and not p.name.endswith(_LENGTHS)]
+    if not paths:
+        raise source.error("no shard matches")
     for path in paths:
         if not lengths_path(path).is_file():
             raise source.error(
-                f"{path} has no {lengths_path(path).name} beside it; the pattern must match only "
-                f"shards that ccq_jax.data.prepare wrote"
+                f"{path} has no {lengths_path(path).name} beside it; it must be a shard that "
+                f"ccq_jax.data.prepare wrote"
             )
     for folder in sorted({path.parent for path in paths}):
         index = _read_index(source, folder)
@@ -103,7 +107,7 @@ def check_shards(source: Source, tokenizer: Tokenizer) -> list[Path]:
 
 def lengths_path(shard: Path) -> Path:
     """Where a shard's document lengths are."""
-    return shard.with_name(shard.name + ".lengths.npy")
+    return shard.with_name(shard.name + _LENGTHS)
 
 
 def write_shards(

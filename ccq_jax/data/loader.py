@@ -7,6 +7,7 @@ processes, with other workers.
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import weakref
@@ -80,7 +81,7 @@ class Loader(Iterator[Batch]):
             pipes = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
             batches = grain.experimental.WithOptionsIterDataset(batches, pipes).mp_prefetch(
                 grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=self._prefetch),
-                worker_init_fn=_end_with_parent,
+                worker_init_fn=_init_worker,
             )
         return iter(batches)
 
@@ -116,8 +117,12 @@ def _close_all(iterators: list[grain.DatasetIterator]) -> None:
         iterators.pop().close()
 
 
-def _end_with_parent(worker: int, workers: int) -> None:
-    """Ends a worker process whose parent was killed; Grain's would wait for it for ever."""
+def _init_worker(worker: int, workers: int) -> None:
+    """Makes a worker process live as long as its parent, which Grain does not see to.
+
+    It ends where the parent was killed, and leaves Ctrl-C, which reaches both, to the parent.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -43,7 +43,7 @@ class Tokenizer(abc.ABC):
         self.bytes_per_token: Int32[np.ndarray, " vocab"] = np.array(
             [len(piece) for piece in self.pieces], np.int32
         )
-        self.prefixes_space = self.pieces[self.encode("a")[0]].startswith(b" ")
+        self.prefixes_space = self._join(self.encode("a")).startswith(b" ")
 
     @abc.abstractmethod
     def _encode_batch(self, texts: list[str]) -> Sequence[Sequence[int]]:
@@ -60,10 +60,13 @@ class Tokenizer(abc.ABC):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of whole documents' ids; bytes that are not UTF-8 become U+FFFD."""
-        data = b"".join(self.pieces[i] for i in ids)
+        data = self._join(ids)
         if self.prefixes_space and data.startswith(b" "):
             data = data[1:]
         return data.decode("utf-8", errors="replace")
+
+    def _join(self, ids: Iterable[int]) -> bytes:
+        return b"".join(self.pieces[i] for i in ids)
 
     def stream(self) -> "StreamDecoder":
         """A decoder for text that continues a prompt, one token at a time."""
