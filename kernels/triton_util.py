@@ -134,7 +134,7 @@ def call(
       grid: blocks along up to three axes; the first may pass 65,535.
       num_warps: warps a block.
       num_stages: depth of the software pipeline.
-      constants: the kernel's constexpr arguments.
+      constants: the kernel's constexpr arguments, and by name the numbers that it takes at run time.
     """
     import jax_triton
 
@@ -149,7 +149,7 @@ def call(
     )
     # Inside shard_map the call forgets over which mesh axes its results vary.
     arrays = [operand for operand in operands if isinstance(operand, jax.Array)]
-    varying = frozenset().union(*(jax.typeof(array).vma for array in arrays))
+    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
     if not varying:
         return results
     return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(varying), to="varying"), results)

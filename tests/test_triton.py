@@ -1,0 +1,143 @@
+"""Triton implementations where no GPU is: dispatch, the tuned table, and that every kernel lowers for CUDA."""
+
+import importlib.util
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from kernels import gated_delta_rule, shapes, triton_util
+
+H200 = "NVIDIA H200"
+PARAMETERS = {"num_warps", "num_stages"}
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Makes block sizes be chosen for a device of a given kind, with a given table."""
+
+    def use(kind, table=None):
+        monkeypatch.setattr(triton_util, "device_kind", lambda: kind)
+        monkeypatch.setattr(triton_util, "tuned_table", lambda: table or {})
+        triton_util.warn_untuned.cache_clear()
+
+    return use
+
+
+def choose(shape="bfloat16 K128 V128"):
+    candidates = [{"BLOCK": size, "num_warps": 4, "num_stages": 2} for size in (128, 64, 16)]
+    return triton_util.choose("op.kernel", shape, candidates, lambda c: c["BLOCK"] * 1800)
+
+
+def test_named_on_a_cpu_says_that_it_needs_a_gpu():
+    if jax.default_backend() == "gpu":
+        pytest.skip("this machine has a GPU")
+    inputs = shapes.make_inputs("gated_delta_rule", shapes.SHAPES["short"])
+    with pytest.raises(RuntimeError, match="needs a GPU.*cpu"):
+        gated_delta_rule(**inputs, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    "key_dim, value_dim, name",
+    [(128, 128, "bfloat16 K128 V128"), (192, 96, "bfloat16 K256 V128"), (64, 0, "bfloat16 K64")],
+)
+def test_shapes_share_a_bucket_up_to_the_next_power_of_two(key_dim, value_dim, name):
+    assert triton_util.bucket(jnp.bfloat16, key_dim, value_dim) == name
+
+
+def test_the_tuned_entry_wins(device):
+    entry = {"BLOCK": 32, "num_warps": 8, "num_stages": 3}
+    device(H200, {H200: {"op.kernel": {"bfloat16 K128 V128": entry}}})
+    assert choose() == entry
+    assert choose("bfloat16 K64 V64")["BLOCK"] == 128
+
+
+@pytest.mark.parametrize("kind, block", [(H200, 128), ("NVIDIA A100-SXM4-80GB", 64), ("Small", 16)])
+def test_less_shared_memory_takes_smaller_tiles(device, monkeypatch, kind, block):
+    monkeypatch.setattr(triton_util, "SMALLEST_SHARED_MEMORY", 48 * 1024)
+    device(kind, {kind: {}})
+    assert choose()["BLOCK"] == block
+
+
+def test_an_unknown_device_is_warned_of_once(device):
+    device("NVIDIA Unheard-of")
+    with pytest.warns(UserWarning, match="Unheard-of.*heuristic"):
+        choose()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choose()
+
+
+def test_the_table_holds_complete_launches_of_known_buckets():
+    table = json.loads(triton_util.TABLE.read_text())
+    assert table
+    for kernels in table.values():
+        for name, buckets in kernels.items():
+            assert name.split(".")[0] in shapes.OPERATORS
+            for shape, entry in buckets.items():
+                dtype, *dims = shape.split()
+                assert dtype in ("bfloat16", "float32") and dims
+                assert entry.keys() >= PARAMETERS
+                assert all(value >= 1 for value in entry.values())
+
+
+plugin = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+lowers = pytest.mark.skipif(
+    triton_util.missing_packages() is not None or not plugin,
+    reason=triton_util.missing_packages() or "JAX's CUDA plugin is not installed",
+)
+
+
+def abstract_mesh(size=1):
+    gpu = jax.sharding.AbstractDevice(device_kind=H200, num_cores=132, platform="gpu")
+    axes = (jax.sharding.AxisType.Auto,)
+    return jax.sharding.AbstractMesh((size,), ("data",), axis_types=axes, abstract_device=gpu)
+
+
+def structs(shape, dtype):
+    inputs = shapes.make_inputs("gated_delta_rule", shape, dtype=dtype)
+    names = ("q", "k", "v", "log_decay", "beta", "initial_state")
+    return tuple(jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype) for name in names)
+
+
+def both_ways(*inputs):
+    from kernels.gated_delta_rule import triton
+
+    out, state, residuals = triton.forward(*inputs, scale=0.5)
+    return out, state, triton.backward(residuals, out, state, scale=0.5)
+
+
+@lowers
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("k64", "bfloat16"),
+        ("token", "bfloat16"),
+        ("odd", "float32"),
+        ("grouped", "bfloat16"),
+        pytest.param("k96", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("k256", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("k512", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_gated_delta_rule_lowers_for_cuda(name, dtype):
+    inputs = structs(shapes.SHAPES[name], dtype)
+    with jax.sharding.use_abstract_mesh(abstract_mesh()):
+        lowered = jax.jit(both_ways).trace(*inputs).lower(lowering_platforms=("cuda",))
+    out, state, gradients = lowered.out_info
+    assert (out.shape, out.dtype) == (inputs[2].shape, inputs[2].dtype)
+    assert state.shape == inputs[5].shape
+    assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in inputs]
+
+
+@lowers
+def test_gated_delta_rule_lowers_inside_shard_map():
+    inputs = structs(shapes.SHAPES["short"]._replace(batch=2), "bfloat16")
+    batch = PartitionSpec("data")
+    with jax.sharding.use_abstract_mesh(abstract_mesh(2)):
+        mapped = jax.shard_map(both_ways, in_specs=batch, out_specs=batch)
+        lowered = jax.jit(mapped).trace(*inputs).lower(lowering_platforms=("cuda",))
+    assert lowered.out_info[0].shape == inputs[2].shape
