@@ -14,8 +14,8 @@ from kernels import CCQState, ccq_query, gated_linear_attention
 POWER_ITERATIONS = 10
 # With trace_norm, Sigma is divided by tr Sigma + TRACE_FLOOR E|k|^2. Where the keys are nearly
 # equal, tr Sigma is a difference of two float32 numbers that agree in most digits, and its rounding
-# must not set the scale.
-TRACE_FLOOR = 1e-4
+# must not set the scale. SMALLEST keeps keys that are all zero, and their gradients, finite.
+TRACE_FLOOR, SMALLEST = 1e-4, 1e-12
 TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
@@ -126,7 +126,7 @@ class CCQ(nnx.Module):
 
 
 def _with_floor(trace: Array, second: Array) -> Array:
-    return jnp.maximum(trace, 0) + TRACE_FLOOR * second + TINY
+    return jnp.maximum(trace, 0) + TRACE_FLOOR * second + SMALLEST
 
 
 class LambdaProj(nnx.Module):

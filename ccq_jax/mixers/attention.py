@@ -37,7 +37,7 @@ class Attention(nnx.Module):
         cache: AttentionCache | None = None,
         diagnostics: bool = False,
     ) -> tuple[Float[Array, "B T D"], AttentionCache | None, dict]:
-        """See `ccq_jax.mixers`. Beyond the cache's `max_len` tokens the result is NaN."""
+        """See `ccq_jax.mixers`. Past `max_len` tokens, in one call or in all, ValueError or NaN."""
         del diagnostics
         batch, length, _ = x.shape
         shape = (batch, length, self.config.num_heads, self.config.head_dim)
@@ -52,6 +52,8 @@ class Attention(nnx.Module):
             o = _attend(q, k, v, mask=_visible(position, 0, length))
         else:
             start, max_len = jnp.asarray(segments.length), cache.key.shape[1]
+            if length > max_len:
+                raise ValueError(f"{length} tokens do not fit a cache of max_len {max_len}")
             cache = AttentionCache(
                 jax.lax.dynamic_update_slice(cache.key, k, (0, start, 0, 0)),
                 jax.lax.dynamic_update_slice(cache.value, v, (0, start, 0, 0)),
