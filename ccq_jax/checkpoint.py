@@ -44,7 +44,7 @@ class Checkpoints:
         self._directory = Path(workdir) / workdirs.CHECKPOINTS
         kept = [
             preservation_policy.LatestN(keep),
-            preservation_policy.BestN(lambda metrics: -metrics["loss"], n=keep_best),
+            preservation_policy.BestN(get_metric_fn=lambda m: -m["loss"], n=keep_best),
         ]
         writing = {
             "preservation_policy": preservation_policy.AnyPreservationPolicy(kept),

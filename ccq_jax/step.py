@@ -25,23 +25,23 @@ Metrics = dict[str, Any]
 
 def abstract_state(config: ConfigDict, mesh: Mesh) -> tuple[nnx.GraphDef, State]:
     """The model's structure, and the state's shapes, dtypes and shardings; computes nothing."""
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: _model(config)))
-    state = jax.eval_shape(lambda: _new_state(config))
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: _model(config, config.seed)))
+    state = jax.eval_shape(lambda: _new_state(config, config.seed))
     return graphdef, with_shardings(state, parameter_shardings(state, mesh))
 
 
 def init_state(config: ConfigDict, abstract: State) -> State:
     """A new state, made where `abstract` says. It depends on the seed, and not on the mesh."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    return jax.jit(lambda: _new_state(config), out_shardings=shardings)()
+    return jax.jit(lambda seed: _new_state(config, seed), out_shardings=shardings)(config.seed)
 
 
-def _model(config: ConfigDict) -> LanguageModel:
-    return LanguageModel(config.model, rngs=nnx.Rngs(config.seed))
+def _model(config: ConfigDict, seed: int | Array) -> LanguageModel:
+    return LanguageModel(config.model, rngs=nnx.Rngs(jax.random.key(seed)))
 
 
-def _new_state(config: ConfigDict) -> State:
-    params = nnx.to_pure_dict(nnx.state(_model(config), nnx.Param))
+def _new_state(config: ConfigDict, seed: int | Array) -> State:
+    params = nnx.to_pure_dict(nnx.state(_model(config, seed), nnx.Param))
     return {"params": params, "opt_state": make_optimizer(config.train).init(params)}
 
 

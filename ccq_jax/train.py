@@ -246,7 +246,7 @@ class Run:
                 line |= self._evaluate()
             self.writer.write(line)
             self.reporter.log(line)
-            if self._is_evaluated(number):
+            if self._is_evaluated(number) and number < self.config.train.steps:
                 self.draw()
         return int(stop)
 

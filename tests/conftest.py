@@ -1,7 +1,17 @@
 """Settings that must be made before JAX starts."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Eight virtual CPU devices, for the tests of meshes.
 _DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+
+# Tests share what they compile, with each other and with the programs that they start.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _CACHE = tempfile.mkdtemp(prefix="ccq_jax_tests_")
+    atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"

@@ -18,9 +18,9 @@ def main(number: int, workdir: str, flags: list[str]) -> None:
     counter = itertools.count(1)
 
     def watch(event: str, arguments: tuple) -> None:
-        if event in OPERATIONS and any(str(a).startswith(workdir) for a in arguments):
-            if next(counter) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
+        counts = event in OPERATIONS and any(str(a).startswith(workdir) for a in arguments)
+        if counts and next(counter) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
     script = Path(__file__).parent.parent / "train.py"

@@ -99,7 +99,7 @@ def test_a_dimension_that_fsdp_does_not_divide_stays_whole():
 
 
 def test_a_parameter_without_a_rule_is_named():
-    with pytest.raises(ValueError, match="'layers/mixer/surprise'.*sharding.RULES"):
+    with pytest.raises(ValueError, match=r"'layers/mixer/surprise'.*sharding\.RULES"):
         sharding.parameter_shardings(
             {"layers": {"mixer": {"surprise": jnp.ones(3)}}}, make_mesh(1, 8)
         )

@@ -66,10 +66,15 @@ def assert_same_run(workdir: Path, expected: Path) -> None:
     """Parameters, optimiser, metrics and kept checkpoints are the same, bit for bit."""
     assert lines(workdir) == lines(expected)
     assert checkpoint_names(workdir) == checkpoint_names(expected)
-    one, other = saved(workdir), saved(expected)
-    assert one.keys() == other.keys()
-    for name, array in one.items():
-        np.testing.assert_array_equal(array, other[name], err_msg=name)
+    assert_trees_equal(saved(workdir), saved(expected))
+
+
+def assert_trees_equal(tree: Any, expected: Any) -> None:
+    """Two trees of arrays are the same, bit for bit."""
+    found, wanted = (dict(jax.tree_util.tree_leaves_with_path(t)) for t in (tree, expected))
+    assert found.keys() == wanted.keys()
+    for path, array in found.items():
+        np.testing.assert_array_equal(array, wanted[path], err_msg=jax.tree_util.keystr(path))
 
 
 def checkpoint_names(workdir: Path) -> list[str]:
