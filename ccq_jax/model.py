@@ -119,16 +119,20 @@ class LanguageModel(nnx.Module):
         x = shard_batch(self.embed(tokens))
         layer = rematerialise(layer, self.config.remat)
         caches = None if cache is None else cache.layers
-        x, (caches, described) = jax.lax.scan(layer, x, (params, caches))
+        with self._precision():
+            x, (caches, described) = jax.lax.scan(layer, x, (params, caches))
         if cache is not None:
             cache = advance(cache, caches, segments)
         return Features(self.norm(x), cache, described)
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch vocab"]:
         """The head: float32 logits of what `features` returned."""
-        if self.lm_head is None:
-            return self.embed.attend(hidden)
-        return self.lm_head(hidden)
+        with self._precision():
+            return self.embed.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
+
+    def _precision(self):
+        """float32 compute means float32, also where matrix units would round it to fewer bits."""
+        return jax.default_matmul_precision("highest" if self.config.dtype == "float32" else None)
 
     def init_cache(self, batch_size: int, max_len: int) -> Cache:
         """The state before the first token.

@@ -99,6 +99,7 @@ def _attend(q, k, v, **options) -> Float[Array, "B T H K"]:
         and q.shape[-1] <= 128
         and q.shape[-1] % 8 == 0
         and q.shape[1] > 1
+        and q.shape[1] % 2 == k.shape[1] % 2 == 0  # asked for by its backward with a mask
     )
     return jax.nn.dot_product_attention(
         q, k, v, implementation="cudnn" if flash else "xla", **options
