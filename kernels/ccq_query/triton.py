@@ -28,12 +28,12 @@ class Residuals(NamedTuple):
     k: Float[Array, "B T H K"]
     lam: Float[Array, "B T H"]
     log_decay: Float[Array, "B T H"] | None
-    initial_state: CCQState
     counts: Float[Array, "B H N"]
     means: Float[Array, "B H N K"]
     states: Float[Array, "B H N K K"]
     count: Float[Array, "B T H"]
-    projection: Float[Array, "B T H"]
+    p: Float[Array, "B T H"]
+    mean_q: Float[Array, "B T H"]
 
 
 def forward(
@@ -58,36 +58,32 @@ def forward(
 
     config = _tiles("states", q, chunk)
     tiles = -(-width // config["BI"]) * -(-width // config["BJ"])
-    f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     counts, means, states, final_sigma = triton_util.call(
         kernels.states_kernel,
         *(k, decay, initial_state.count, mean, sigma, length),
         out=(
             f32((batch, heads, chunks + 1)),
             f32((batch, heads, chunks + 1, width)),
-            jax.ShapeDtypeStruct((batch, heads, chunks + 1, width, width), q.dtype),
+            like(q, (batch, heads, chunks + 1, width, width)),
             f32((batch, heads, width, width)),
         ),
         grid=(tiles * batch * heads,),
         **static,
         **config,
     )
-    scalar = f32((batch, length, heads))
-    out, projection, count, _, _ = triton_util.call(
+    scalar, unused = f32((batch, length, heads)), f32((1,))
+    out, p, mean_q, count, *_ = triton_util.call(
         kernels.read_kernel,
-        *(q, k, lam, decay, q, counts, means, states, length),
-        out=(jax.ShapeDtypeStruct(q.shape, q.dtype), scalar, scalar, f32((1,)), f32((1,))),
+        *(q, k, lam, decay, q, counts, counts, means, states, length),
+        out=(like(q), scalar, scalar, scalar, unused, unused, like(q, (1,)), unused, unused),
         grid=(chunks * batch * heads,),
         BACKWARD=False,
         **static,
         **_tiles("read", q, chunk),
     )
     state = _raw(counts[..., -1], means[:, :, -1], final_sigma, centered)
-    residuals = Residuals(
-        *(q, k, lam, log_decay, initial_state),
-        *(counts, means, states, count, projection),
-    )
-    return out, state, residuals
+    inputs = (q, k, lam, log_decay)
+    return out, state, Residuals(*inputs, counts, means, states, count, p, mean_q)
 
 
 def backward(
@@ -101,21 +97,23 @@ def backward(
     """Gradients of q, k, lam, log_decay and initial_state."""
     from kernels.ccq_query import triton_kernels as kernels
 
-    q, k, lam, log_decay, _, counts, means, states, count, projection = residuals
+    q, k, lam, log_decay, counts, means, states, count, p, mean_q = residuals
     batch, length, heads, width = q.shape
     chunk, chunks = _chunks(q, chunk_size)
     static = {"H": heads, "K": width, "C": chunk}
     static |= {"HAS_DECAY": log_decay is not None, "CENTERED": centered}
     decay = lam if log_decay is None else log_decay
-    f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    scalar = f32((batch, length, heads))
-    like_q = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    scalar, unused = f32((batch, length, heads)), f32((1,))
     d_out = d_out.astype(q.dtype)
 
-    d_q, projection_d, _, d_lam, past = triton_util.call(
+    h_terms, kappa_terms = f32((batch, heads, chunks, width)), f32((batch, heads, chunks))
+    d_q, p_g, mean_g, _, d_lam, past, shares, h_terms, kappa_terms = triton_util.call(
         kernels.read_kernel,
-        *(d_out, k, lam, decay, q, counts, means, states, length),
-        out=(like_q, scalar, f32((1,)), scalar, scalar),
+        *(d_out, k, lam, decay, q, p, counts, means, states, length),
+        out=(
+            *(like(q), scalar, scalar, unused, scalar, scalar),
+            *(like(q), h_terms, kappa_terms),
+        ),
         grid=(chunks * batch * heads,),
         BACKWARD=True,
         **static,
@@ -124,14 +122,15 @@ def backward(
     config = _tiles("adjoint", q, chunk)
     parts = -(-width // config["BJ"])
     tiles = -(-width // config["BI"]) * parts
-    kappas, hs, fs, crossings = triton_util.call(
+    polynomial = _polynomial(d_state, means[:, :, -1] if centered else None)
+    kappas, hs, slopes, fs, crossings = triton_util.call(
         kernels.adjoint_kernel,
-        *(q, d_out, lam, decay, count, projection, projection_d, d_lam),
-        *(counts, means, states, *_polynomial(d_state, _origins(means[:, :, -1], centered)), length),
+        *(shares, d_out, decay, h_terms, kappa_terms, counts, means, states, *polynomial, length),
         out=(
             f32((batch, heads, chunks, tiles)),
             f32((batch, heads, chunks, parts, width)),
-            jax.ShapeDtypeStruct((batch, heads, chunks, width, width), q.dtype),
+            f32((batch, heads, chunks, parts, width)),
+            like(q, (batch, heads, chunks, width, width)),
             f32((batch, heads, chunks, tiles)),
         ),
         grid=(tiles * batch * heads,),
@@ -140,20 +139,28 @@ def backward(
     )
     d_k, d_log_decay = triton_util.call(
         kernels.keys_kernel,
-        *(q, k, d_out, lam, decay, count, projection, projection_d, past),
-        *(counts, means, kappas, hs, fs, crossings, length),
-        out=(like_q, scalar),
+        *(q, k, d_out, lam, decay, count, p, p_g, mean_q, mean_g, past, counts, means),
+        *(kappas, hs, slopes, fs, crossings, length),
+        out=(like(q), scalar),
         grid=(chunks * batch * heads,),
         TILES=tiles,
         PARTS=parts,
         **static,
         **_tiles("keys", q, chunk),
     )
-    d_initial = _initial_gradient(residuals, d_out, d_state, projection_d, d_lam, chunk, centered)
+    d_initial = _initial_gradient(residuals, d_out, d_state, mean_g, d_lam)
     d_lam = d_lam.astype(lam.dtype)
     if log_decay is None:
         return d_q, d_k, d_lam, None, d_initial
     return d_q, d_k, d_lam, d_log_decay.astype(log_decay.dtype), d_initial
+
+
+def f32(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def like(x: Array, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype)
 
 
 def _chunks(q: Array, chunk_size: int | None) -> tuple[int, int]:
@@ -173,17 +180,27 @@ def _tiles(kernel: str, q: Array, chunk: int) -> dict[str, int]:
         sizes = {name: min(size, widest) if name != "S" else size for name, size in sizes.items()}
         return sizes | {"num_warps": num_warps, "num_stages": num_stages}
 
+    whole = widest if widest <= 256 else 64
     if q.dtype == jnp.float32:
         candidates = [candidate(32, 32, 32, 4, 1)]
     elif sequential:
-        candidates = [candidate(128, 128, 64, 8, 2), candidate(64, 64, 64, 4, 2)]
+        candidates = [candidate(128, 128, 64, 8, 3), candidate(64, 64, 64, 4, 2)]
     else:
-        candidates = [candidate(64, 128, 0, 8, 2), candidate(32, 64, 0, 8, 2)]
+        candidates = [candidate(whole if kernel == "read" else 64, 64, 0, 8, 2)]
+        candidates += [candidate(64, 64, 0, 8, 2), candidate(32, 32, 0, 8, 2)]
+    if kernel == "keys":
+        candidates = [c | {"WHOLE": whole if q.dtype != jnp.float32 and whole == widest and c["BK"] > 32 else 0} for c in candidates]
 
     def shared(config: Mapping[str, int]) -> int:
-        a, b = (config["BI"], config["BJ"]) if sequential else (config["BK"], config["BN"])
-        rows = config["S"] if sequential else chunk
-        return q.dtype.itemsize * config["num_stages"] * (a * b + 2 * rows * (a + b))
+        stages = config["num_stages"]
+        if sequential:
+            elements = stages * 2 * config["S"] * (config["BI"] + config["BJ"])
+        else:
+            a, b = config["BK"], config["BN"]
+            kept = config.get("WHOLE") or (a if a >= width else 0)
+            elements = chunk * kept + stages * (max(a, kept) + 2 * chunk) * b
+            elements = max(elements, stages * 3 * chunk * min(a, 64))
+        return q.dtype.itemsize * elements
 
     shape = triton_util.bucket(q.dtype, width)
     return triton_util.choose(f"ccq_query.{kernel}", shape, candidates, shared)
@@ -213,40 +230,31 @@ def _raw(
     return CCQState(count, count[..., None] * mean, count[..., None, None] * sigma)
 
 
-def _origins(means: Array, centered: bool) -> Array:
-    return means if centered else jnp.zeros_like(means)
-
-
-def _polynomial(d_state: CCQState, origin: Float[Array, "B H K"]) -> tuple[Array, Array, Array]:
-    """kappa, h and F about `origin`: how the final state's gradient depends on a key."""
+def _polynomial(d_state: CCQState, origin: Float[Array, "B H K"] | None) -> tuple[Array, ...]:
+    """kappa, h and F about `origin`, or 0: how the final state's gradient depends on a key."""
     d_count, d_sum, d_outer = d_state
     f = d_outer + jnp.swapaxes(d_outer, -1, -2)
+    if origin is None:
+        return d_count, d_sum, f
     moved = einsum("bhij,bhj->bhi", f, origin)
-    kappa = d_count + jnp.sum(origin * (d_sum + 0.5 * moved), -1)
-    return kappa, d_sum + moved, f
+    return d_count + jnp.sum(origin * (d_sum + 0.5 * moved), -1), d_sum + moved, f
 
 
 def _initial_gradient(
     residuals: Residuals,
     d_out: Float[Array, "B T H K"],
     d_state: CCQState,
-    projection_d: Float[Array, "B T H"],
+    mean_g: Float[Array, "B T H"],
     d_lam: Float[Array, "B T H"],
-    chunk: int,
-    centered: bool,
 ) -> CCQState:
     """Gradient of the initial state, from its definition. Compiled only where someone asks for it."""
-    q, _, lam, log_decay, _, _, means, _, count, projection = residuals
-    share = -lam.astype(jnp.float32) / count
-    if log_decay is not None:
-        total = jnp.cumsum(log_decay.astype(jnp.float32), 1)
+    share = -residuals.lam.astype(jnp.float32) / residuals.count
+    if residuals.log_decay is not None:
+        total = jnp.cumsum(residuals.log_decay.astype(jnp.float32), 1)
         share = share * jnp.exp(total)
-        d_state = jax.tree.map(lambda x: _scale(x, jnp.exp(total[:, -1])), d_state)
-    origin = _origins(jnp.moveaxis(means[:, :, :-1], 2, 1), centered)
-    origin = jnp.repeat(origin, chunk, 1)[:, : q.shape[1]]
-    q, g = q.astype(jnp.float32), d_out.astype(jnp.float32)
-    mean_q = projection + jnp.sum(q * origin, -1)
-    mean_g = projection_d + jnp.sum(g * origin, -1)
+        d_state = CCQState(*(_scale(x, jnp.exp(total[:, -1])) for x in d_state))
+    q, g = residuals.q.astype(jnp.float32), d_out.astype(jnp.float32)
+    mean_q = residuals.mean_q
     d_count = d_state.count + jnp.sum(share * (mean_q * mean_g + d_lam), 1)
     d_sum = d_state.key_sum - einsum("bth,bthk->bhk", share * mean_q, g)
     d_sum = d_sum - einsum("bth,bthk->bhk", share * mean_g, q)

@@ -8,7 +8,8 @@ the incoming mean (`origin`), so keys with a large common component lose no digi
     s_tj = q_t . delta_j;     p_t = sum_j w_tj s_tj
     Sigma_t q_t = e^{G_t} (n / n_t) Sigma q_t + sum_{j<=t} w_tj (s_tj - p_t) delta_j
 
-Without centring the origin and p are 0 and Sigma stands for C / n.
+Without centring the origin and p are 0 and Sigma stands for C / n. Products with the keys themselves
+are linear in the origin, which is taken off after them, in float32.
 
 Backward, g = d q_clean: dq = g - lam Sigma g and dlam = -q . Sigma g come from the same read. With
 a_tj = -lam_t w_tj, what later tokens ask of a key is a quadratic polynomial in it,
@@ -18,6 +19,9 @@ a_tj = -lam_t w_tj, what later tokens ask of a key is a quadratic polynomial in 
 
 where p' is p of g. The key's gradient is the polynomial's, plus the terms of its own chunk.
 Dimensions of states: [B, H, N + 1, K, K], entry c at the start of chunk c.
+
+A tile that a pipelined loop loads goes to products or to arithmetic, never to both: the buffer of
+one that serves both is overwritten while the tensor cores still read it (Triton 3.7.1).
 """
 
 import triton
@@ -39,6 +43,27 @@ def load_origin(means, columns, width: tl.constexpr, CENTERED: tl.constexpr):
         return load_vector(means, columns, width)
     else:
         return tl.zeros(columns.shape, tl.float32)
+
+
+@triton.jit
+def times_vector(x, vector):
+    """x @ vector to float32's precision on the tensor cores: the vector is a sum of x's dtype."""
+    column = tl.arange(0, 16)[None, :]
+    dtype: tl.constexpr = x.dtype
+    rest = vector
+    parts = tl.zeros([vector.shape[0], 16], tl.float32)
+    for part in tl.static_range(3):
+        rounded = rest.to(dtype).to(tl.float32)
+        parts += tl.where(column == part, rounded[:, None], 0.0)
+        rest -= rounded
+    return tl.sum(dot(x, parts.to(dtype)), 1)
+
+
+@triton.jit
+def column_sums(x):
+    """Sums over the rows of x, on the tensor cores."""
+    ones = tl.full([x.shape[0], 16], 1.0, tl.float32).to(x.dtype)
+    return tl.sum(dot(tl.trans(x), ones), 1) * (1.0 / 16.0)
 
 
 @triton.jit
@@ -68,7 +93,9 @@ def states_kernel(
     counts += sequence * (chunks + 1)
     means += sequence * (chunks + 1) * K
     states += sequence * (chunks + 1) * K * K
-    dtype = k.dtype.element_ty
+    dtype: tl.constexpr = k.dtype.element_ty
+    # Equal weights and 16-bit keys: the raw products of a step lose nothing in float32.
+    RAW: tl.constexpr = (not HAS_DECAY) and (dtype != tl.float32)
 
     n = tl.load(count + sequence)
     mean_i = load_vector(mean + sequence * K, i, K)
@@ -85,35 +112,55 @@ def states_kernel(
             means += K
             counts += 1
         left = length - step * S
-        live = at < left
-        k_i = load_tile(k, at, left, stride, i, K, even_i).to(tl.float32)
-        k_j = load_tile(k, at, left, stride, j, K, even_j).to(tl.float32)
+        k_i = load_tile(k, at, left, stride, i, K, even_i)
+        k_j = load_tile(k, at, left, stride, j, K, even_j)
         k += S * stride
-        if HAS_DECAY:
-            coarse, fine, resets, _ = cumulative_decay(log_decay, at, left, H)
-            weight, carried = weights_to_end(coarse, fine, resets, at == S - 1)
-            weight = tl.where(live, weight, 0.0)
-            log_decay += S * H
+        if RAW:
+            old = n
+            n += tl.minimum(tl.maximum(left, 0), S).to(tl.float32)
+            kept = old / n
+            factor = 1.0 / n
+            outer = dot(tl.trans(k_i), k_j)
+            sum_i = column_sums(k_i)
+            if CENTERED:
+                sum_j = column_sums(k_j)
+                new_i = kept * mean_i + sum_i * factor
+                new_j = kept * mean_j + sum_j * factor
+                state = kept * (state + mean_i[:, None] * mean_j[None, :])
+                state += factor * outer - new_i[:, None] * new_j[None, :]
+                mean_i, mean_j = new_i, new_j
+            else:
+                state = kept * state + factor * outer
+                mean_i = kept * mean_i + sum_i * factor
         else:
-            weight = live.to(tl.float32)
-            carried = 1.0
-        old = carried * n
-        n = old + tl.sum(weight, 0)
-        weight = weight / n
-        kept = old / n
-        if CENTERED:
-            # From the new mean, so that nothing cancels, and the old mean's distance to it.
-            step_i = tl.sum((k_i - mean_i[None, :]) * weight[:, None], 0)
-            step_j = tl.sum((k_j - mean_j[None, :]) * weight[:, None], 0)
-            mean_i += step_i
-            mean_j += step_j
-            k_i = k_i - mean_i[None, :]
-            k_j = k_j - mean_j[None, :]
-            state += step_i[:, None] * step_j[None, :]
-        else:
-            mean_i = kept * mean_i + tl.sum(k_i * weight[:, None], 0)
-        k_i = k_i * weight[:, None]
-        state = state * kept + dot(tl.trans(k_i.to(dtype)), k_j.to(dtype))
+            k_i = k_i.to(tl.float32)
+            k_j = k_j.to(tl.float32)
+            live = at < left
+            if HAS_DECAY:
+                coarse, fine, resets, _ = cumulative_decay(log_decay, at, left, H)
+                weight, carried = weights_to_end(coarse, fine, resets, at == S - 1)
+                weight = tl.where(live, weight, 0.0)
+                log_decay += S * H
+            else:
+                weight = live.to(tl.float32)
+                carried = 1.0
+            old = carried * n
+            n = old + tl.sum(weight, 0)
+            weight = weight / n
+            kept = old / n
+            if CENTERED:
+                # From the new mean, so that nothing cancels, and the old mean's distance to it.
+                step_i = tl.sum((k_i - mean_i[None, :]) * weight[:, None], 0)
+                step_j = tl.sum((k_j - mean_j[None, :]) * weight[:, None], 0)
+                mean_i += step_i
+                mean_j += step_j
+                k_i = k_i - mean_i[None, :]
+                k_j = k_j - mean_j[None, :]
+                state += step_i[:, None] * step_j[None, :]
+            else:
+                mean_i = kept * mean_i + tl.sum(k_i * weight[:, None], 0)
+            k_i = k_i * weight[:, None]
+            state = state * kept + dot(tl.trans(k_i.to(dtype)), k_j.to(dtype))
     store_tile(states, state, i, K, K, j, K, even_j)
     store_tile(final_sigma + sequence * K * K, state, i, K, K, j, K, even_j)
     if tile_j == 0:
@@ -124,15 +171,20 @@ def states_kernel(
 
 @triton.jit
 def read_kernel(
-    q, k, lam, log_decay, other, counts, means, states, length,
-    out, projection, count, d_lam, past,
+    q, k, lam, log_decay, other, other_p, counts, means, states, length,
+    out, p, mean_q, count, d_lam, past, shares, h_terms, kappa_terms,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
     HAS_DECAY: tl.constexpr, CENTERED: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """One chunk's q - lam Sigma q, with p and n. BACKWARD: of g, with -other . Sigma g instead of n
-    and, with decays, the part of other . Sigma g that is the incoming state's."""
+    """One chunk's q - lam Sigma q, with p, q . mean and n.
+
+    BACKWARD: of g, with d_lam = -other . Sigma g, where `other` is q and `other_p` its p, instead of
+    n. Also, with a_t as of the chunk's start: a_t q_t, the chunk's terms of h and kappa and, with
+    decays, the part of other . Sigma g that is the incoming state's.
+    """
     even_k: tl.constexpr = K % BK == 0
     even_n: tl.constexpr = K % BN == 0
+    WHOLE: tl.constexpr = BK >= K  # q stays in shared memory
     chunks = (length + C - 1) // C
     sequence = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks
@@ -150,56 +202,73 @@ def read_kernel(
     entry = sequence * (chunks + 1) + chunk
     means += entry * K
     states += entry * K * K
-    dtype = q.dtype.element_ty
+    dtype: tl.constexpr = q.dtype.element_ty
     column = tl.arange(0, BK)
 
-    scores = tl.zeros([C, C], tl.float32)
     shift = tl.zeros([C], tl.float32)
-    for start in range(0, K, BK):
-        q_tile = load_tile(q, at, left, stride, start + column, K, even_k)
-        k_tile = load_tile(k, at, left, stride, start + column, K, even_k)
-        scores += dot(q_tile, tl.trans(k_tile))
+    if WHOLE:
+        q_whole = load_tile(q, at, left, stride, column, K, even_k)
+        k_whole = load_tile(k, at, left, stride, column, K, even_k)
+        scores = dot(q_whole, tl.trans(k_whole))
         if CENTERED:
-            origin = load_vector(means, start + column, K)
-            shift += tl.sum(q_tile.to(tl.float32) * origin[None, :], 1)
+            shift = times_vector(q_whole, load_vector(means, column, K))
+    else:
+        scores = tl.zeros([C, C], tl.float32)
+        for start in range(0, K, BK):
+            q_tile = load_tile(q, at, left, stride, start + column, K, even_k)
+            k_tile = load_tile(k, at, left, stride, start + column, K, even_k)
+            scores += dot(q_tile, tl.trans(k_tile))
+            if CENTERED:
+                shift += times_vector(q_tile, load_vector(means, start + column, K))
     causal = (at[:, None] >= at[None, :]) & live[None, :]
     incoming = tl.load(counts + entry)
+    since = tl.full([C], 1.0, tl.float32)
     if HAS_DECAY:
         coarse, fine, resets, _ = cumulative_decay(log_decay + token * H + head, at, left, H)
         gap = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
         causal = causal & (resets[:, None] == resets[None, :])
         weight = tl.exp(tl.where(causal, gap, float("-inf")))
-        old = tl.where(resets == 0, tl.exp(coarse + fine), 0.0) * incoming
+        since = tl.where(resets == 0, tl.exp(coarse + fine), 0.0)
+        old = since * incoming
         n = old + tl.sum(weight, 1)
         n = tl.where(live, n, 1.0)
         weight = weight / n[:, None]
     else:
         old = incoming + tl.zeros([C], tl.float32)
         n = incoming + 1.0 + at.to(tl.float32)
-        weight = tl.where(causal, 1.0, 0.0) / n[:, None]
+        weight = tl.where(causal, (1.0 / n)[:, None], 0.0)
     kept = old / n
-    scores = scores - shift[:, None]
     if CENTERED:
-        p = tl.sum(weight * scores, 1)
+        scores = scores - shift[:, None]
+        average = tl.sum(weight * scores, 1)
+        scores = scores - average[:, None]
     else:
-        p = tl.zeros([C], tl.float32)
-    weights = (weight * (scores - p[:, None])).to(dtype)
+        average = tl.zeros([C], tl.float32)
+    weights = (weight * scores).to(dtype)
     total = tl.sum(weights.to(tl.float32), 1)
     strength = tl.load(lam + scalar, mask=live, other=0.0).to(tl.float32)
+    if BACKWARD:
+        share = -strength * since / n
+        p_other = tl.load(other_p + scalar, mask=live, other=0.0)
 
     projected = tl.zeros([C], tl.float32)
     projected_past = tl.zeros([C], tl.float32)
     for first in range(0, K, BN):
         n_column = first + tl.arange(0, BN)
-        read = tl.zeros([C, BN], tl.float32)
-        for start in range(0, K, BK):
-            q_tile = load_tile(q, at, left, stride, start + column, K, even_k)
-            state = load_tile(states, start + column, K, K, n_column, K, even_n)
-            read += dot(q_tile, state)
+        if WHOLE:
+            state = load_tile(states, column, K, K, n_column, K, even_n)
+            read = dot(q_whole, state)
+        else:
+            read = tl.zeros([C, BN], tl.float32)
+            for start in range(0, K, BK):
+                q_tile = load_tile(q, at, left, stride, start + column, K, even_k)
+                state = load_tile(states, start + column, K, K, n_column, K, even_n)
+                read += dot(q_tile, state)
         read = read * kept[:, None]
-        if BACKWARD and HAS_DECAY:
+        if BACKWARD:
             x = load_tile(other + tokens, at, left, stride, n_column, K, even_n).to(tl.float32)
-            projected_past += tl.sum(x * read, 1)
+            if HAS_DECAY:
+                projected_past += tl.sum(x * read, 1)
         k_tile = load_tile(k, at, left, stride, n_column, K, even_n)
         read += dot(weights, k_tile)
         if CENTERED:
@@ -209,11 +278,22 @@ def read_kernel(
         clean = q_tile - strength[:, None] * read
         store_tile(out, clean, at, left, stride, n_column, K, even_n)
         if BACKWARD:
-            x = load_tile(other + tokens, at, left, stride, n_column, K, even_n).to(tl.float32)
             projected += tl.sum(x * read, 1)
-    tl.store(projection + scalar, p, mask=live)
+            x = x * share[:, None]
+            store_tile(shares + tokens, x, at, left, stride, n_column, K, even_n)
+            if CENTERED:
+                terms = x * average[:, None] + q_tile * (share * p_other)[:, None]
+                h_term = -tl.sum(terms, 0)
+            else:
+                h_term = tl.zeros([BN], tl.float32)
+            term = (sequence * chunks + chunk) * K + n_column
+            tl.store(h_terms + term, h_term, mask=n_column < K)
+    tl.store(p + scalar, average, mask=live)
+    tl.store(mean_q + scalar, average + shift, mask=live)
     if BACKWARD:
         tl.store(d_lam + scalar, -projected, mask=live)
+        kappa = tl.sum(share * (average * p_other - projected), 0)
+        tl.store(kappa_terms + sequence * chunks + chunk, kappa)
         if HAS_DECAY:
             tl.store(past + scalar, projected_past, mask=live)
     else:
@@ -222,42 +302,45 @@ def read_kernel(
 
 @triton.jit
 def adjoint_kernel(
-    q, g, lam, log_decay, count, p, p_g, d_lam, counts, means, states, kappa_end, h_end, f_end, length,
-    kappas, hs, fs, crossings,
+    shares, g, log_decay, h_terms, kappa_terms, counts, means, states, kappa_end, h_end, f_end, length,
+    kappas, hs, slopes, fs, crossings,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
     BI: tl.constexpr, BJ: tl.constexpr, HAS_DECAY: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     """One tile of F from the last token to the first, S a step; writes phi as every chunk's end sees it.
 
-    kappa and h are sums over tiles: each tile writes the part that its F and its share made. With
+    `shares` is a_t q_t as of the chunk's start. kappa and h are sums over tiles: each tile writes the
+    part that its F and its share made. `slopes` is h - F origin, the gradient at a key of 0. With
     decays also the sum of phi over all keys before the chunk, from the state at its start.
     """
     tiles_j: tl.constexpr = (K + BJ - 1) // BJ
     tiles: tl.constexpr = (K + BI - 1) // BI * tiles_j
     even_i: tl.constexpr = K % BI == 0
     even_j: tl.constexpr = K % BJ == 0
+    steps: tl.constexpr = C // S
+    stride: tl.constexpr = H * K
     sequence = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
     tile_i = tile // tiles_j
     tile_j = tile % tiles_j
     batch, head = sequence // H, sequence % H
     chunks = (length + C - 1) // C
-    steps: tl.constexpr = C // S
-    stride: tl.constexpr = H * K
     at = tl.arange(0, S)
     i = tile_i * BI + tl.arange(0, BI)
     j = tile_j * BJ + tl.arange(0, BJ)
-    q += batch * length * stride + head * K
+    shares += batch * length * stride + head * K
     g += batch * length * stride + head * K
-    scalars = batch * length * H + head
+    log_decay += batch * length * H + head
+    h_terms += sequence * chunks * K
+    kappa_terms += sequence * chunks
     counts += sequence * (chunks + 1)
     means += sequence * (chunks + 1) * K
     states += sequence * (chunks + 1) * K * K
     kappas += sequence * chunks * tiles + tile
     crossings += sequence * chunks * tiles + tile
     hs += sequence * chunks * tiles_j * K + tile_j * K
+    slopes += sequence * chunks * tiles_j * K + tile_j * K
     fs += sequence * chunks * K * K
-    dtype = q.dtype.element_ty
 
     f = load_tile(f_end + sequence * K * K, i, K, K, j, K, even_j)
     first_j = (tile_j == 0).to(tl.float32)
@@ -270,6 +353,8 @@ def adjoint_kernel(
         step = chunks * steps - 1 - back
         if back % steps == 0:
             chunk = (step // steps).to(tl.int64)
+            part = chunk * tiles_j * K + i
+            rounded = f.to(fs.dtype.element_ty)
             if CENTERED:
                 new_i = load_vector(means + chunk * K, i, K)
                 new_j = load_vector(means + chunk * K, j, K)
@@ -277,8 +362,12 @@ def adjoint_kernel(
                 kappa += tl.sum((new_i - origin_i) * (h + 0.5 * moved), 0)
                 h += moved
                 origin_i, origin_j = new_i, new_j
-            store_tile(fs + chunk * K * K, f, i, K, K, j, K, even_j)
-            tl.store(hs + chunk * tiles_j * K + i, h, mask=i < K)
+                slope = h - tl.sum(rounded.to(tl.float32) * new_j[None, :], 1)
+            else:
+                slope = h
+            store_tile(fs + chunk * K * K, rounded, i, K, K, j, K, even_j)
+            tl.store(hs + part, h, mask=i < K)
+            tl.store(slopes + part, slope, mask=i < K)
             tl.store(kappas + chunk * tiles, kappa)
             if HAS_DECAY:
                 sigma = load_tile(states + chunk * K * K, i, K, K, j, K, even_j).to(tl.float32)
@@ -286,48 +375,41 @@ def adjoint_kernel(
                 if not CENTERED:
                     crossing += tl.sum(h * load_vector(means + chunk * K, i, K), 0)
                 tl.store(crossings + chunk * tiles, crossing * tl.load(counts + chunk))
+                in_chunk = tl.arange(0, C)
+                decays = tl.load(
+                    log_decay + chunk * (C * H) + in_chunk * H,
+                    mask=in_chunk < length - chunk * C,
+                    other=0.0,
+                )
+                carried = tl.exp(tl.sum(decays.to(tl.float32), 0))
+                f *= carried
+                h *= carried
+                kappa *= carried
+            h += first_j * load_vector(h_terms + chunk * K, i, K)
+            kappa += first * tl.load(kappa_terms + chunk)
         left = length - step * S
-        live = at < left
-        token = (step * S).to(tl.int64)
-        scalar = scalars + token * H + at * H
-        n = tl.load(count + scalar, mask=live, other=1.0)
-        share = -tl.load(lam + scalar, mask=live, other=0.0).to(tl.float32) / n
-        if HAS_DECAY:
-            coarse, fine, resets, _ = cumulative_decay(log_decay + scalars + token * H, at, left, H)
-            _, carried = weights_to_end(coarse, fine, resets, at == S - 1)
-            share = share * tl.where(resets == 0, tl.exp(coarse + fine), 0.0)
-        else:
-            carried = 1.0
-        q_i = load_tile(q + token * stride, at, left, stride, i, K, even_i)
-        g_i = load_tile(g + token * stride, at, left, stride, i, K, even_i)
-        q_j = load_tile(q + token * stride, at, left, stride, j, K, even_j)
-        g_j = load_tile(g + token * stride, at, left, stride, j, K, even_j)
-        q_i = (q_i.to(tl.float32) * share[:, None]).to(dtype)
-        g_i = (g_i.to(tl.float32) * share[:, None]).to(dtype)
-        f = f * carried
+        token = (step * S).to(tl.int64) * stride
+        g_i = load_tile(g + token, at, left, stride, i, K, even_i)
+        q_j = load_tile(shares + token, at, left, stride, j, K, even_j)
         f = tl.dot(tl.trans(g_i), q_j, f, input_precision="ieee")
+        q_i = load_tile(shares + token, at, left, stride, i, K, even_i)
+        g_j = load_tile(g + token, at, left, stride, j, K, even_j)
         f = tl.dot(tl.trans(q_i), g_j, f, input_precision="ieee")
-        p_q = tl.load(p + scalar, mask=live, other=0.0)
-        p_d = tl.load(p_g + scalar, mask=live, other=0.0)
-        if CENTERED:
-            gradient = p_q[:, None] * g_i.to(tl.float32) + p_d[:, None] * q_i.to(tl.float32)
-            h = h * carried - first_j * tl.sum(gradient, 0)
-        else:
-            h = h * carried
-        curvature = -tl.load(d_lam + scalar, mask=live, other=0.0)
-        kappa = kappa * carried + first * tl.sum(share * (p_q * p_d - curvature), 0)
 
 
 @triton.jit
 def keys_kernel(
-    q, k, g, lam, log_decay, count, p, p_g, past, counts, means, kappas, hs, fs, crossings, length,
+    q, k, g, lam, log_decay, count, p, p_g, mean_q, mean_g, past, counts, means,
+    kappas, hs, slopes, fs, crossings, length,
     d_k, d_log_decay,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-    TILES: tl.constexpr, PARTS: tl.constexpr, HAS_DECAY: tl.constexpr, CENTERED: tl.constexpr,
+    TILES: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
+    HAS_DECAY: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     """One chunk's gradients of the keys and, with decays, of the log decays.
 
-    TILES, PARTS: into how many parts the sequence's pass split kappa, and h.
+    TILES, PARTS: into how many parts the sequence's pass split kappa, and h. WHOLE: K rounded up to a
+    power of two if the keys stay in shared memory, else 0.
     """
     even_k: tl.constexpr = K % BK == 0
     even_n: tl.constexpr = K % BN == 0
@@ -349,28 +431,22 @@ def keys_kernel(
     entry = sequence * chunks + chunk
     means += (entry + sequence) * K
     hs += entry * PARTS * K
+    slopes += entry * PARTS * K
     fs += entry * K * K
-    dtype = q.dtype.element_ty
+    dtype: tl.constexpr = q.dtype.element_ty
     column = tl.arange(0, BK)
 
     # Transposed scores: key j is the row, query t the column.
     scores_q = tl.zeros([C, C], tl.float32)
     scores_g = tl.zeros([C, C], tl.float32)
-    shift_q = tl.zeros([C], tl.float32)
-    shift_g = tl.zeros([C], tl.float32)
     for start in range(0, K, BK):
         k_tile = load_tile(k, at, left, stride, start + column, K, even_k)
         q_tile = load_tile(q, at, left, stride, start + column, K, even_k)
         g_tile = load_tile(g, at, left, stride, start + column, K, even_k)
-        origin = load_origin(means, start + column, K, CENTERED)
         scores_q += dot(k_tile, tl.trans(q_tile))
         scores_g += dot(k_tile, tl.trans(g_tile))
-        shift_q += tl.sum(q_tile.to(tl.float32) * origin[None, :], 1)
-        shift_g += tl.sum(g_tile.to(tl.float32) * origin[None, :], 1)
-    p_q = tl.load(p + scalar, mask=live, other=0.0)
-    p_d = tl.load(p_g + scalar, mask=live, other=0.0)
-    scores_q = scores_q - (shift_q + p_q)[None, :]
-    scores_g = scores_g - (shift_g + p_d)[None, :]
+    scores_q = scores_q - tl.load(mean_q + scalar, mask=live, other=0.0)[None, :]
+    scores_g = scores_g - tl.load(mean_g + scalar, mask=live, other=0.0)[None, :]
     n = tl.load(count + scalar, mask=live, other=1.0)
     share = -tl.load(lam + scalar, mask=live, other=0.0).to(tl.float32)
     causal = (at[:, None] <= at[None, :]) & live[None, :]
@@ -380,43 +456,51 @@ def keys_kernel(
         causal = causal & (resets[:, None] == resets[None, :])
         weight = tl.exp(tl.where(causal, gap, float("-inf"))) / n[None, :]
         to_end, carried = weights_to_end(coarse, fine, resets, at == C - 1)
-    else:
-        weight = tl.where(causal, 1.0 / n[None, :], 0.0)
-    if HAS_DECAY:
         # z_tj: the gradient of e^{G_t-G_j}, times it. Token l's decay scales all j < l <= t.
         products = weight * scores_q * scores_g
-        g_past = tl.load(past + scalar, mask=live, other=0.0)
-        kept = tl.where(resets == 0, tl.exp(coarse + fine), 0.0) * tl.load(counts + entry + sequence) / n
-        g_past += kept * p_q * p_d
+        incoming = tl.load(counts + entry + sequence)
+        kept = tl.where(resets == 0, tl.exp(coarse + fine), 0.0) * incoming / n
+        p_q = tl.load(p + scalar, mask=live, other=0.0)
+        p_d = tl.load(p_g + scalar, mask=live, other=0.0)
+        g_past = tl.load(past + scalar, mask=live, other=0.0) + kept * p_q * p_d
         curvature = g_past + tl.sum(products, 0)
         z = (products - weight * curvature[None, :]) * share[None, :]
         z_past = (g_past - kept * curvature) * share
-        before = dot((at[:, None] > at[None, :]).to(tl.float32).to(dtype), z.to(dtype)) + z_past[None, :]
+        earlier = (at[:, None] > at[None, :]).to(tl.float32).to(dtype)
+        before = dot(earlier, z.to(dtype)) + z_past[None, :]
         d_decay = tl.sum(tl.where(at[:, None] <= at[None, :], before, 0.0), 1)
-    weight = weight * share[None, :]
+        weight = weight * share[None, :]
+    else:
+        weight = tl.where(causal, (share / n)[None, :], 0.0)
     weight_q = (weight * scores_q).to(dtype)
     weight_g = (weight * scores_g).to(dtype)
 
     polynomial = tl.zeros([C], tl.float32)
+    if WHOLE > 0:
+        k_whole = load_tile(k, at, left, stride, tl.arange(0, WHOLE), K, K == WHOLE)
     for first in range(0, K, BN):
         n_column = first + tl.arange(0, BN)
-        d_tile = tl.zeros([C, BN], tl.float32)
-        for start in range(0, K, BK):
-            k_tile = load_tile(k, at, left, stride, start + column, K, even_k)
-            origin = load_origin(means, start + column, K, CENTERED)
-            delta = (k_tile.to(tl.float32) - origin[None, :]).to(dtype)
-            f = load_tile(fs, start + column, K, K, n_column, K, even_n)
-            d_tile += dot(delta, f)
-        h = load_vector(hs, n_column, K)
-        for part in tl.static_range(1, PARTS):
-            h += load_vector(hs + part * K, n_column, K)
-        if HAS_DECAY:
-            k_tile = load_tile(k, at, left, stride, n_column, K, even_n).to(tl.float32)
-            delta_n = k_tile - load_origin(means, n_column, K, CENTERED)[None, :]
-            polynomial += tl.sum(delta_n * (0.5 * d_tile + h[None, :]), 1)
-            d_tile = (d_tile + h[None, :]) * to_end[:, None]
+        if WHOLE > 0:
+            f = load_tile(fs, tl.arange(0, WHOLE), K, K, n_column, K, even_n)
+            d_tile = dot(k_whole, f)
         else:
-            d_tile = d_tile + h[None, :]
+            d_tile = tl.zeros([C, BN], tl.float32)
+            for start in range(0, K, BK):
+                k_tile = load_tile(k, at, left, stride, start + column, K, even_k)
+                f = load_tile(fs, start + column, K, K, n_column, K, even_n)
+                d_tile += dot(k_tile, f)
+        slope = load_vector(slopes, n_column, K)
+        for part in tl.static_range(1, PARTS):
+            slope += load_vector(slopes + part * K, n_column, K)
+        d_tile += slope[None, :]
+        if HAS_DECAY:
+            h = load_vector(hs, n_column, K)
+            for part in tl.static_range(1, PARTS):
+                h += load_vector(hs + part * K, n_column, K)
+            delta = load_tile(k, at, left, stride, n_column, K, even_n).to(tl.float32)
+            delta -= load_origin(means, n_column, K, CENTERED)[None, :]
+            polynomial += tl.sum(0.5 * delta * (d_tile + h[None, :]), 1)
+            d_tile *= to_end[:, None]
         g_tile = load_tile(g, at, left, stride, n_column, K, even_n)
         d_tile += dot(weight_q, g_tile)
         q_tile = load_tile(q, at, left, stride, n_column, K, even_n)

@@ -1,7 +1,7 @@
 """GLA's chunked form on GPUs, through jax-triton; `triton_kernels` has the mathematics.
 
-Forward: the state at every chunk's start in one pass over each sequence, all chunks' scores at once,
-then all outputs. Backward: the state's gradient at every chunk's end in one pass from the last chunk
+Forward: all chunks' scores and decayed queries and keys at once, the state at every chunk's start in
+one pass over each sequence, then all outputs. Backward: the state's gradient at every chunk's end in one pass from the last chunk
 to the first, then d_v, and d_q, d_k and the decays' gradients, of all chunks at once.
 """
 
@@ -18,7 +18,8 @@ unavailable = triton_util.unavailable
 
 
 class Residuals(NamedTuple):
-    """What the backward needs: the inputs, the states at the chunks' starts and the scores."""
+    """What the backward needs: the inputs, the states at the chunks' starts, the scores, decayed q and
+    k, and the chunks' decays."""
 
     q: Float[Array, "B T H K"]
     k: Float[Array, "B T H K"]
@@ -26,6 +27,9 @@ class Residuals(NamedTuple):
     log_decay: Float[Array, "B T H D"] | None
     states: Float[Array, "B H N K V"]
     scores: Float[Array, "B H N C C"]
+    decayed_q: Float[Array, "B T H K"]
+    decayed_k: Float[Array, "B T H K"]
+    gains: Float[Array, "B H N D"]
 
 
 def forward(
@@ -42,21 +46,31 @@ def forward(
     from kernels.gated_linear_attention import triton_kernels as kernels
 
     chunk, levels = _chunk(chunk_size)
-    states, state = _carry(k, v, log_decay, initial_state, 1.0, chunk, reverse=False)
-    batch, heads, chunks = states.shape[:3]
-    static = {"H": heads, "K": k.shape[-1], "C": chunk, "DECAY": _kind(log_decay, k)}
-    scores = triton_util.call(
+    batch, length, heads, width = k.shape
+    chunks = -(-length // chunk)
+    kind = _kind(log_decay, k)
+    like_q = jax.ShapeDtypeStruct(q.shape if kind else (1,), q.dtype)
+    gains = batch, heads, chunks, (1, 1, width)[kind]
+    scores, decayed_q, decayed_k, gains = triton_util.call(
         kernels.scores_kernel,
-        *(q, k, q if log_decay is None else log_decay, q.shape[1]),
-        out=jax.ShapeDtypeStruct((batch, heads, chunks, chunk, chunk), q.dtype),
+        *(q, k, q if log_decay is None else log_decay, length),
+        out=(
+            jax.ShapeDtypeStruct((batch, heads, chunks, chunk, chunk), q.dtype),
+            *(like_q, like_q, jax.ShapeDtypeStruct(gains, jnp.float32)),
+        ),
         grid=(chunks * batch * heads,),
         scale=scale,
         LEVELS=levels,
-        **static,
+        DECAY=kind,
+        **{"H": heads, "K": width, "C": chunk},
         **_tiles("scores", q, v),
     )
-    out = _mix(q, v, log_decay, scores, states, scale, reverse=False)
-    return out, state, Residuals(q, k, v, log_decay, states, scores)
+    if log_decay is None:
+        decayed_q, decayed_k = q, k
+    states, state = _carry(decayed_k, v, gains, initial_state, 1.0, kind, chunk, reverse=False)
+    out = _mix(decayed_q, v, scores, states, scale, reverse=False)
+    inputs = (q, k, v, log_decay)
+    return out, state, Residuals(*inputs, states, scores, decayed_q, decayed_k, gains)
 
 
 def backward(
@@ -70,16 +84,16 @@ def backward(
     """Gradients of q, k, v, log_decay and initial_state."""
     from kernels.gated_linear_attention import triton_kernels as kernels
 
-    q, k, v, log_decay, states, scores = residuals
+    q, k, v, log_decay, states, scores, decayed_q, decayed_k, gains = residuals
     chunk, levels = _chunk(chunk_size)
+    kind = _kind(log_decay, k)
     d_out = d_out.astype(v.dtype)
-    d_states, d_initial = _carry(q, d_out, log_decay, d_state, scale, chunk, reverse=True)
-    d_v = _mix(k, d_out, log_decay, scores, d_states, 1.0, reverse=True)
+    d_states, d_initial = _carry(decayed_q, d_out, gains, d_state, scale, kind, chunk, reverse=True)
+    d_v = _mix(decayed_k, d_out, scores, d_states, 1.0, reverse=True)
 
     batch, heads, chunks, width = states.shape[:4]
     config = _tiles("gradients", q, v)
     tiles = -(-width // config["BK"])
-    kind = _kind(log_decay, k)
     like_q = jax.ShapeDtypeStruct(q.shape, q.dtype)
     d_decay = {
         0: jax.ShapeDtypeStruct((1,), jnp.float32),
@@ -107,9 +121,10 @@ def backward(
 def _carry(
     x: Float[Array, "B T H K"],
     y: Float[Array, "B T H V"],
-    log_decay: Float[Array, "B T H D"] | None,
+    gains: Float[Array, "B H N D"],
     initial: Float[Array, "B H K V"],
     scale: float,
+    kind: int,
     chunk: int,
     reverse: bool,
 ) -> tuple[Float[Array, "B H N K V"], Float[Array, "B H K V"]]:
@@ -117,19 +132,19 @@ def _carry(
     from kernels.gated_linear_attention import triton_kernels as kernels
 
     batch, length, heads, width = x.shape
-    chunks = -(-length // chunk)
+    chunks = gains.shape[2]
     config = _tiles("carry", x, y)
     tiles = -(-width // config["BI"]) * -(-y.shape[-1] // config["BJ"])
     return triton_util.call(
         kernels.carry_kernel,
-        *(x, y, x if log_decay is None else log_decay, initial, length),
+        *(x, y, gains, initial, length),
         out=(
             jax.ShapeDtypeStruct((batch, heads, chunks, width, y.shape[-1]), x.dtype),
             jax.ShapeDtypeStruct(initial.shape, jnp.float32),
         ),
         grid=(tiles * batch * heads,),
         scale=scale,
-        DECAY=_kind(log_decay, x),
+        DECAY=kind,
         REVERSE=reverse,
         **{"H": heads, "K": width, "V": y.shape[-1], "C": chunk},
         **config,
@@ -139,7 +154,6 @@ def _carry(
 def _mix(
     x: Float[Array, "B T H K"],
     y: Float[Array, "B T H V"],
-    log_decay: Float[Array, "B T H D"] | None,
     scores: Float[Array, "B H N C C"],
     states: Float[Array, "B H N K V"],
     scale: float,
@@ -153,11 +167,10 @@ def _mix(
     tiles = -(-y.shape[-1] // config["BV"])
     return triton_util.call(
         kernels.mix_kernel,
-        *(x, y, x if log_decay is None else log_decay, scores, states, x.shape[1]),
+        *(x, y, scores, states, x.shape[1]),
         out=jax.ShapeDtypeStruct(y.shape, y.dtype),
         grid=(tiles * chunks * batch * heads,),
         scale=scale,
-        DECAY=_kind(log_decay, x),
         REVERSE=reverse,
         **{"H": heads, "K": x.shape[-1], "V": y.shape[-1], "C": chunk},
         **config,

@@ -14,13 +14,18 @@ two factors at most 1 whatever the decay. On each level a token is only a query 
 scaled matrix x serves as both sides of the product, and sums come from products with 0/1 matrices:
 nothing is subtracted, so nothing is lost to strong decays.
 
-DECAY: 0 none, 1 one a head, 2 one a channel. Scores: [B, H, N, C, C], scaled.
+Most decays are mild: where half a chunk forgets less than e^-MILD, the chunk's own middle serves all
+pairs, with one factor above 1 and one below, far from overflow, and one product makes the scores.
+
+DECAY: 0 none, 1 one a head, 2 one a channel. Scores: [B, H, N, C, C], scaled. A tile that a pipelined
+loop loads goes to products or to arithmetic, never to both: the buffer of one that serves both is
+overwritten while the tensor cores still read it (Triton 3.7.1).
 """
 
 import triton
 import triton.language as tl
 
-from kernels.triton_blocks import cumulative_decay, dot, load_tile, store_tile, weights_to_end
+from kernels.triton_blocks import cumulative_decay, dot, load_tile, load_vector, store_tile
 
 
 @triton.jit
@@ -73,10 +78,10 @@ def suffix_sums(g, at, dtype: tl.constexpr, DECAY: tl.constexpr):
 
 
 @triton.jit
-def level_masks(at, half: tl.constexpr):
+def level_masks(at, half_log):
     """Blocks of two halves: which tokens are queries, their sums' terms, and which pairs meet here."""
-    block = at // (2 * half)
-    query = (at // half) % 2 == 1
+    block = at >> (half_log + 1)
+    query = (at >> half_log) % 2 == 1
     same = block[:, None] == block[None, :]
     upto = query[None, :] & (at[None, :] <= at[:, None])
     after = (at[None, :] > at[:, None]) & ~query[None, :]
@@ -84,22 +89,40 @@ def level_masks(at, half: tl.constexpr):
 
 
 @triton.jit
+def middle_factors(g, at, dtype: tl.constexpr):
+    """Sums between each token and the chunk's middle, and whether e^ of minus them is harmless.
+
+    With them the e^ of what the first half forgets, and the second.
+    """
+    HALF: tl.constexpr = at.shape[0] // 2
+    MILD: tl.constexpr = 5.0 if dtype == tl.float16 else 40.0
+    later = (at >= HALF)[:, None]
+    upto = (at[None, :] >= HALF) & (at[None, :] <= at[:, None])
+    after = (at[None, :] < HALF) & (at[None, :] > at[:, None])
+    sums = summed(tl.where(later, upto, after), g, dtype)
+    g = g.to(tl.float32)
+    first = tl.sum(tl.where(later, 0.0, g), 0)
+    second = tl.sum(tl.where(later, g, 0.0), 0)
+    mild = tl.min(tl.minimum(first, second), 0) > -MILD
+    return tl.where(later, sums, -sums), mild, tl.exp(first)[None, :], tl.exp(second)[None, :]
+
+
+@triton.jit
 def carry_kernel(
-    x, y, g, initial, length,
+    x, y, gains, initial, length,
     states, final,
     scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BI: tl.constexpr, BJ: tl.constexpr, DECAY: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the state over a sequence; writes what each chunk starts from.
 
-    Forward: x = k and y = v. REVERSE, the state's gradient from the last chunk to the first: x = q
-    and y = d_o.
+    Forward: x = k decayed to the chunk's end and y = v. REVERSE, the state's gradient from the last
+    chunk to the first: x = q decayed from the chunk's start and y = d_o. gains: e^{G_C}.
     """
     tiles_j: tl.constexpr = (V + BJ - 1) // BJ
     tiles: tl.constexpr = (K + BI - 1) // BI * tiles_j
     even_i: tl.constexpr = K % BI == 0
     even_j: tl.constexpr = V % BJ == 0
-    g_stride: tl.constexpr = H * K if DECAY == 2 else H
     sequence = (tl.program_id(0) // tiles).to(tl.int64)
     tile_i = tl.program_id(0) % tiles // tiles_j
     tile_j = tl.program_id(0) % tiles_j
@@ -110,9 +133,8 @@ def carry_kernel(
     j = tile_j * BJ + tl.arange(0, BJ)
     x += (batch * length * H + head) * K
     y += (batch * length * H + head) * V
-    g += batch * length * g_stride + head * (g_stride // H)
+    gains += sequence * chunks * (K if DECAY == 2 else 1)
     states += sequence * chunks * K * V
-    dtype = x.dtype.element_ty
 
     state = load_tile(initial + sequence * K * V, i, K, V, j, V, even_j)
     for step in range(0, chunks):
@@ -121,14 +143,10 @@ def carry_kernel(
         store_tile(states + chunk * K * V, state, i, K, V, j, V, even_j)
         x_tile = load_tile(x + chunk * (C * H * K), at, left, H * K, i, K, even_i)
         y_tile = load_tile(y + chunk * (C * H * V), at, left, H * V, j, V, even_j)
-        if DECAY:
-            decay = load_decay(g + chunk * (C * g_stride), at, left, i, H, K, DECAY, even_i)
-            if REVERSE:
-                sums = prefix_sums(decay, at, dtype, DECAY)
-            else:
-                sums = suffix_sums(decay, at, dtype, DECAY)
-            x_tile = (x_tile.to(tl.float32) * tl.exp(sums)).to(dtype)
-            state *= tl.exp(tl.sum(decay.to(tl.float32), 0))[:, None]
+        if DECAY == 1:
+            state *= tl.load(gains + chunk)
+        if DECAY == 2:
+            state *= load_vector(gains + chunk * K, i, K)[:, None]
         state += dot(tl.trans(x_tile), y_tile) * scale
     store_tile(final + sequence * K * V, state, i, K, V, j, V, even_j)
 
@@ -136,46 +154,69 @@ def carry_kernel(
 @triton.jit
 def scores_kernel(
     q, k, g, length,
-    scores,
-    scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr,
-    DECAY: tl.constexpr,
+    scores, decayed_q, decayed_k, gains,
+    scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    LEVELS: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
-    """One chunk's scores, scaled. C = 2 ** LEVELS."""
+    """One chunk's scores, scaled, and with decays q e^{G_t}, k e^{G_C - G_j} and e^{G_C}. C = 2 ** LEVELS."""
     even: tl.constexpr = K % BK == 0
     g_stride: tl.constexpr = H * K if DECAY == 2 else H
     chunks = (length + C - 1) // C
     sequence = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks
+    entry = sequence * chunks + chunk
     at = tl.arange(0, C)
     left = length - chunk * C
     token = sequence // H * length + chunk * C
     head = sequence % H
-    q += (token * H + head) * K
-    k += (token * H + head) * K
+    tokens = (token * H + head) * K
+    q += tokens
+    k += tokens
     g += token * g_stride + head * (g_stride // H)
-    scores += (sequence * chunks + chunk) * C * C
-    dtype = q.dtype.element_ty
+    dtype: tl.constexpr = q.dtype.element_ty
+    causal = at[:, None] >= at[None, :]
     total = tl.zeros([C, C], tl.float32)
-    diagonal = tl.zeros([C], tl.float32)
-    for start in range(0, K, BK):
+    if DECAY == 1:
+        decay = load_decay(g, at, left, at, H, K, DECAY, True)
+        to_query = tl.exp(prefix_sums(decay, at, dtype, DECAY))
+        to_end = tl.exp(suffix_sums(decay, at, dtype, DECAY))
+        tl.store(gains + entry, tl.exp(tl.sum(tl.sum(decay, 1), 0)))
+    for start in tl.range(0, K, BK, num_stages=1):
         column = start + tl.arange(0, BK)
         q_tile = load_tile(q, at, left, H * K, column, K, even)
         k_tile = load_tile(k, at, left, H * K, column, K, even)
         if DECAY == 2:
             decay = load_decay(g, at, left, column, H, K, DECAY, even)
-            diagonal += tl.sum(q_tile.to(tl.float32) * k_tile.to(tl.float32), 1)
-            for level in tl.static_range(0, LEVELS):
-                query, select, pairs = level_masks(at, C >> (level + 1))
-                factor = tl.exp(summed(select, decay, dtype))
-                x = (tl.where(query[:, None], q_tile, k_tile).to(tl.float32) * factor).to(dtype)
-                total += tl.where(pairs, dot(x, tl.trans(x)), 0.0)
+            middle, mild, first, second = middle_factors(decay, at, dtype)
+            tl.store(gains + entry * K + column[None, :], first * second, mask=column[None, :] < K)
+            if mild:
+                x_q = q_tile.to(tl.float32) * tl.exp(middle)
+                x_k = k_tile.to(tl.float32) * tl.exp(-middle)
+                store_tile(decayed_q + tokens, x_q * first, at, left, H * K, column, K, even)
+                store_tile(decayed_k + tokens, x_k * second, at, left, H * K, column, K, even)
+                total += tl.where(causal, dot(x_q.to(dtype), tl.trans(x_k.to(dtype))), 0.0)
+            else:
+                x_q = q_tile.to(tl.float32) * tl.exp(prefix_sums(decay, at, dtype, DECAY))
+                store_tile(decayed_q + tokens, x_q, at, left, H * K, column, K, even)
+                x_k = k_tile.to(tl.float32) * tl.exp(suffix_sums(decay, at, dtype, DECAY))
+                store_tile(decayed_k + tokens, x_k, at, left, H * K, column, K, even)
+                diagonal = tl.sum(q_tile.to(tl.float32) * k_tile.to(tl.float32), 1)
+                total += tl.where(at[:, None] == at[None, :], diagonal[:, None], 0.0)
+                for level in tl.range(0, LEVELS, num_stages=1):  # unrolled, it would spill
+                    query, select, pairs = level_masks(at, level)
+                    factor = tl.exp(summed(select, decay, dtype))
+                    x = (tl.where(query[:, None], q_tile, k_tile).to(tl.float32) * factor).to(dtype)
+                    total += tl.where(pairs & causal, dot(x, tl.trans(x)), 0.0)
         else:
             total += dot(q_tile, tl.trans(k_tile))
-    if DECAY == 2:
-        total += tl.where(at[:, None] == at[None, :], diagonal[:, None], 0.0)
-        total = tl.where(at[:, None] >= at[None, :], total, 0.0)
-    else:
+        if DECAY == 1:
+            x_q = q_tile.to(tl.float32) * to_query
+            store_tile(decayed_q + tokens, x_q, at, left, H * K, column, K, even)
+            x_k = k_tile.to(tl.float32) * to_end
+            store_tile(decayed_k + tokens, x_k, at, left, H * K, column, K, even)
+    if DECAY < 2:
         total *= pair_decay(g, at, left, H, DECAY)
+    scores += entry * C * C
     tl.store(scores + at[:, None] * C + at[None, :], (total * scale).to(dtype))
 
 
@@ -194,16 +235,15 @@ def pair_decay(g, at, limit, H: tl.constexpr, DECAY: tl.constexpr):
 
 @triton.jit
 def mix_kernel(
-    x, y, g, scores, states, length,
+    x, y, scores, states, length,
     out,
     scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, REVERSE: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one chunk's output, of x = q and y = v. REVERSE: of d_v, of x = k and y = d_o."""
+    """Some columns of one chunk's output, of decayed q and y = v. REVERSE: of d_v, of k and y = d_o."""
     even_k: tl.constexpr = K % BK == 0
     even_v: tl.constexpr = V % BV == 0
     tiles: tl.constexpr = (V + BV - 1) // BV
-    g_stride: tl.constexpr = H * K if DECAY == 2 else H
     chunks = (length + C - 1) // C
     v_column = tl.program_id(0) % tiles * BV + tl.arange(0, BV)
     entry = (tl.program_id(0) // tiles).to(tl.int64)
@@ -215,21 +255,12 @@ def mix_kernel(
     x += (token * H + head) * K
     y += (token * H + head) * V
     out += (token * H + head) * V
-    g += token * g_stride + head * (g_stride // H)
     scores += entry * C * C
     states += entry * K * V
-    dtype = x.dtype.element_ty
     total = tl.zeros([C, BV], tl.float32)
     for start in range(0, K, BK):
         column = start + tl.arange(0, BK)
         x_tile = load_tile(x, at, left, H * K, column, K, even_k)
-        if DECAY:
-            decay = load_decay(g, at, left, column, H, K, DECAY, even_k)
-            if REVERSE:
-                sums = suffix_sums(decay, at, dtype, DECAY)
-            else:
-                sums = prefix_sums(decay, at, dtype, DECAY)
-            x_tile = (x_tile.to(tl.float32) * tl.exp(sums)).to(dtype)
         state = load_tile(states, column, K, V, v_column, V, even_v)
         total += dot(x_tile, state)
     total *= scale
@@ -249,7 +280,7 @@ def gradients_kernel(
     BK: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
     """Some channels of one chunk's gradients of q, k and the log decays. One decay a head gets the
-    sums over these channels, [B, T, H, tiles], without the chunk's own pairs."""
+    sums over these channels, [B, T, H, tiles]; the first has the chunk's own pairs."""
     even_k: tl.constexpr = K % BK == 0
     even_v: tl.constexpr = V % BV == 0
     tiles: tl.constexpr = (K + BK - 1) // BK
@@ -275,75 +306,100 @@ def gradients_kernel(
     d_states += entry * K * V
     dtype = q.dtype.element_ty
 
-    lower = tl.zeros([C, C], tl.float32)
-    upper = tl.zeros([C, C], tl.float32)
+    d_scores = tl.zeros([C, C], tl.float32)
+    for start in range(0, V, BV):
+        v_column = start + tl.arange(0, BV)
+        v_tile = load_tile(v, at, left, H * V, v_column, V, even_v)
+        o_tile = load_tile(d_o, at, left, H * V, v_column, V, even_v)
+        d_scores += dot(o_tile, tl.trans(v_tile))
+    d_scores = tl.where(at[:, None] >= at[None, :], d_scores * scale, 0.0)
+
     past_q = tl.zeros([C, BK], tl.float32)
     past_k = tl.zeros([C, BK], tl.float32)
     crossing = tl.zeros([BK], tl.float32)
     for start in range(0, V, BV):
         v_column = start + tl.arange(0, BV)
-        v_tile = load_tile(v, at, left, H * V, v_column, V, even_v)
         o_tile = load_tile(d_o, at, left, H * V, v_column, V, even_v)
         state = load_tile(states, column, K, V, v_column, V, even_v)
-        d_state = load_tile(d_states, column, K, V, v_column, V, even_v)
-        lower += dot(o_tile, tl.trans(v_tile))
-        upper += dot(v_tile, tl.trans(o_tile))
         past_q += dot(o_tile, tl.trans(state))
+        v_tile = load_tile(v, at, left, H * V, v_column, V, even_v)
+        d_state = load_tile(d_states, column, K, V, v_column, V, even_v)
         past_k += dot(v_tile, tl.trans(d_state))
-        if DECAY:
-            crossing += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
+    if DECAY:
+        for start in range(0, V, BV):
+            v_column = start + tl.arange(0, BV)
+            state = load_tile(states, column, K, V, v_column, V, even_v).to(tl.float32)
+            d_state = load_tile(d_states, column, K, V, v_column, V, even_v).to(tl.float32)
+            crossing += tl.sum(state * d_state, 1)
     q_tile = load_tile(q, at, left, H * K, column, K, even_k)
     k_tile = load_tile(k, at, left, H * K, column, K, even_k)
     past_q *= scale
-    if DECAY:
+    # What a decay lets through: into later queries from the state (from_past), from earlier keys into
+    # the next state (to_future), from state to state (crossing).
+    if DECAY == 1:
         decay = load_decay(g, at, left, column, H, K, DECAY, even_k)
         past_q *= tl.exp(prefix_sums(decay, at, dtype, DECAY))
         past_k *= tl.exp(suffix_sums(decay, at, dtype, DECAY))
-        crossing *= tl.exp(tl.sum(decay.to(tl.float32), 0))
-        # What a decay lets through: into later queries from the state, from earlier keys into the
-        # next state, and from state to state.
         from_past = past_q * q_tile.to(tl.float32)
         to_future = past_k * k_tile.to(tl.float32)
-
+        crossing *= tl.exp(tl.sum(decay, 0))
     if DECAY == 2:
-        diagonal = tl.sum(tl.where(at[:, None] == at[None, :], lower, 0.0), 1) * scale
-        # Entry (t, j) belongs to the pair of the two tokens, whichever is the query.
-        pair = (tl.where(at[:, None] > at[None, :], lower, upper) * scale).to(dtype)
-        for level in tl.static_range(0, LEVELS):
-            query, select, pairs = level_masks(at, C >> (level + 1))
-            factor = tl.exp(summed(select, decay, dtype))
-            x = (tl.where(query[:, None], q_tile, k_tile).to(tl.float32) * factor).to(dtype)
-            d_x = dot(tl.where(pairs, pair, 0.0), x)
+        decay = load_decay(g, at, left, column, H, K, DECAY, even_k)
+        middle, mild, first, second = middle_factors(decay, at, dtype)
+        d_decay = tl.zeros([C, BK], tl.float32) + crossing[None, :] * (first * second)
+        later = at[:, None] > at[None, :]
+        if mild:
+            factor, inverse = tl.exp(middle), tl.exp(-middle)
+            x_q = (q_tile.to(tl.float32) * factor).to(dtype)
+            x_k = (k_tile.to(tl.float32) * inverse).to(dtype)
+            past_k *= second
+            d_decay += summed(later, x_k.to(tl.float32) * past_k, dtype)
+            d_x = past_q * first + dot(d_scores.to(dtype), x_k)
+            from_past = x_q.to(tl.float32) * d_x
+            past_q = factor * d_x
             # A pair adds to its query's sum what it takes from its key's: with the same rounded
             # numbers in both, pairs on one side of a token cancel.
-            flow = x.to(tl.float32) * d_x
-            from_past += tl.where(query[:, None], flow, -flow)
-            d_x *= factor
-            past_q += tl.where(query[:, None], d_x, 0.0)
-            past_k += tl.where(query[:, None], 0.0, d_x)
-        past_q += diagonal[:, None] * k_tile.to(tl.float32)
-        past_k += diagonal[:, None] * q_tile.to(tl.float32)
-    else:
-        decays = pair_decay(g, at, left, H, DECAY) * scale
-        past_q += dot((lower * decays).to(dtype), k_tile)
-        past_k += dot((upper * tl.trans(decays)).to(dtype), q_tile)
-    store_tile(d_q, past_q, at, left, H * K, column, K, even_k)
-    store_tile(d_k, past_k, at, left, H * K, column, K, even_k)
-
-    if DECAY == 2:
-        d_decay = summed(at[:, None] <= at[None, :], from_past, dtype)
-        d_decay += summed(at[:, None] > at[None, :], to_future, dtype)
-        d_decay += crossing[None, :]
+            d_x = dot(tl.trans(d_scores.to(dtype)), x_q)
+            from_past -= x_k.to(tl.float32) * d_x
+            past_k = inverse * (past_k + d_x)
+        else:
+            past_q *= tl.exp(prefix_sums(decay, at, dtype, DECAY))
+            past_k *= tl.exp(suffix_sums(decay, at, dtype, DECAY))
+            from_past = past_q * q_tile.to(tl.float32)
+            d_decay += summed(later, past_k * k_tile.to(tl.float32), dtype)
+            diagonal = tl.sum(tl.where(at[:, None] == at[None, :], d_scores, 0.0), 1)[:, None]
+            past_q += diagonal * k_tile.to(tl.float32)
+            past_k += diagonal * q_tile.to(tl.float32)
+            # Entry (t, j) belongs to the two tokens, whichever is the query.
+            pair = tl.where(later, d_scores, tl.trans(d_scores)).to(dtype)
+            for level in tl.range(0, LEVELS, num_stages=1):  # unrolled, it would spill
+                query, select, pairs = level_masks(at, level)
+                factor = tl.exp(summed(select, decay, dtype))
+                x = (tl.where(query[:, None], q_tile, k_tile).to(tl.float32) * factor).to(dtype)
+                d_x = dot(tl.where(pairs, pair, 0.0), x)
+                flow = x.to(tl.float32) * d_x
+                from_past += tl.where(query[:, None], flow, -flow)
+                d_x *= factor
+                past_q += tl.where(query[:, None], d_x, 0.0)
+                past_k += tl.where(query[:, None], 0.0, d_x)
+        d_decay += summed(at[:, None] <= at[None, :], from_past, dtype)
         raw = load_tile(g, at, left, H * K, column, K, even_k)
         d_decay = tl.where(raw == float("-inf"), 0.0, d_decay)
         d_g += (token * H + head) * K
         store_tile(d_g, d_decay, at, left, H * K, column, K, even_k)
+    else:
+        d_scores *= pair_decay(g, at, left, H, DECAY)
+        past_q += dot(d_scores.to(dtype), k_tile)
+        past_k += dot(tl.trans(d_scores.to(dtype)), q_tile)
+    store_tile(d_q, past_q, at, left, H * K, column, K, even_k)
+    store_tile(d_k, past_k, at, left, H * K, column, K, even_k)
+
     if DECAY == 1:
         past = tl.sum(from_past, 1)
         future = tl.sum(to_future, 1)
         if tile == 0:
             # The chunk's own pairs, which have all channels in their scores.
-            flow = lower * decays * raw_scores(q, k, at, left, H, K, BK)
+            flow = d_scores * raw_scores(q, k, at, left, H, K, BK)
             past += tl.sum(flow, 1) - tl.sum(tl.trans(flow), 1)
         d_decay = tl.sum(tl.where(at[:, None] <= at[None, :], past[None, :], 0.0), 1)
         d_decay += tl.sum(tl.where(at[:, None] > at[None, :], future[None, :], 0.0), 1)
