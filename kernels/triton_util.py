@@ -21,6 +21,9 @@ MINIMUM = {"triton": (3, 7, 1), "jax_triton": (0, 4)}
 SHARED_MEMORY = {r"\b(H100|H200|GH200|B200|GB200|B300|GB300)\b": 232448, r"\bA(100|30)\b": 166912}
 SMALLEST_SHARED_MEMORY = 101376
 
+# What `choose` chose last for each kernel and bucket: what `tune` starts from and reports may show.
+CHOSEN: dict[tuple[str, str], dict[str, int]] = {}
+
 
 def missing_packages() -> str | None:
     """Says which package the Triton implementations lack, or None when all are there."""
@@ -106,13 +109,14 @@ def choose(
     entries = tuned_table().get(kind)
     if entries is None:
         warn_untuned(kind)
-    else:
-        entry = entries.get(kernel, {}).get(shape)
-        if entry is not None:
-            return dict(entry)
-    limit = shared_memory(kind)
-    fitting = (config for config in candidates if shared(config) <= limit)
-    return dict(next(fitting, candidates[-1]))
+        entries = {}
+    config = entries.get(kernel, {}).get(shape)
+    if config is None:
+        limit = shared_memory(kind)
+        fitting = (config for config in candidates if shared(config) <= limit)
+        config = next(fitting, candidates[-1])
+    CHOSEN[kernel, shape] = dict(config)
+    return dict(config)
 
 
 def call(

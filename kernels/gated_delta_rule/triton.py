@@ -36,13 +36,13 @@ def forward(q, k, v, log_decay, beta, initial_state, *, scale, chunk_size=None):
         "C": chunk,
         "PRECISION": "ieee",
     }
-    gates, corrections, scores = triton_util.call(
+    fine = jnp.float32 if q.dtype == jnp.float32 else jnp.float16
+    gates, corrections, scores, *fine_terms = triton_util.call(
         triton_kernels.prepare_kernel,
         *(q, k, log_decay, beta),
         out=(
             jax.ShapeDtypeStruct((*tiles, GATE_ROWS, chunk), jnp.float32),
-            jax.ShapeDtypeStruct((*tiles, chunk, chunk), _inner(q.dtype)),
-            jax.ShapeDtypeStruct((*tiles, chunk, chunk), _inner(q.dtype)),
+            *(jax.ShapeDtypeStruct((*tiles, chunk, chunk), dtype) for dtype in (q.dtype, q.dtype, fine, fine)),
         ),
         T=length,
         scale=scale,
@@ -54,7 +54,7 @@ def forward(q, k, v, log_decay, beta, initial_state, *, scale, chunk_size=None):
     config = _config("forward", q.dtype, chunk, key_dim, value_dim)
     out, state = triton_util.call(
         triton_kernels.forward_kernel,
-        *(q, k, v, beta, gates, corrections, scores, initial_state),
+        *(q, k, v, beta, gates, *fine_terms, initial_state),
         out=(
             jax.ShapeDtypeStruct(v.shape, v.dtype),
             jax.ShapeDtypeStruct(initial_state.shape, jnp.float32),
@@ -105,7 +105,7 @@ def backward(residuals, d_out, d_state, *, scale, chunk_size=None):
     config = _config("reverse", q.dtype, chunk, key_dim, value_dim)
     d_v, d_states, d_initial = triton_util.call(
         triton_kernels.reverse_kernel,
-        *(q, k, beta, gates, corrections, scores, d_out, d_state),
+        *(q, k, gates, corrections, scores, d_out, d_state),
         out=(
             jax.ShapeDtypeStruct(v.shape, v.dtype),
             chunk_states,
@@ -140,11 +140,6 @@ def backward(residuals, d_out, d_state, *, scale, chunk_size=None):
     d_decay = d_decay.sum(0).astype(log_decay.dtype)
     d_beta = d_beta.sum(0).astype(beta.dtype)
     return d_q, d_k, d_v, d_decay, d_beta, d_initial
-
-
-def _inner(dtype: Any) -> Any:
-    """What a chunk's tokens do to each other is of the order of one, so that float16 keeps three more bits."""
-    return jnp.float32 if dtype == jnp.float32 else jnp.float16
 
 
 def _blocks(size: int, block: int) -> int:

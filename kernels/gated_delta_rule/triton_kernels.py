@@ -3,27 +3,27 @@
 Within a chunk of C tokens, with G_i the sum of log decays up to token i, D_ij = exp(G_i - G_j), and
 S the state [K, V] that enters:
 
-    w = v - exp(G) (k S)                       what each token finds missing before the chunk
-    u = w - N (beta w)                         and before itself: u_i = w_i - sum_j D_ij k_i.k_j beta_j u_j
-    o = scale exp(G) (q S) + P (beta u)        P_ij = scale D_ij q_i.k_j  (i >= j)
-    S' = exp(G_C) S + sum_j exp(G_C - G_j) k_j beta_j u_j^T
+    w = v - exp(G) (k S)              what each token finds missing from the state before the chunk
+    u = w - N w                       and before itself: u_i = w_i - sum_j D_ij k_i.k_j beta_j u_j
+    o = scale exp(G) (q S) + P u      P_ij = scale D_ij q_i.k_j beta_j  (i >= j)
+    S' = exp(G_C) S + sum_j exp(G_C - G_j) beta_j k_j u_j^T
 
 and backwards, with dS the gradient of S' and every product of rows again a matmul:
 
-    du = P^T do + exp(G_C - G) (k dS')         dr = du - N^T (beta du)         dv = beta dr
+    d = P^T do + exp(G_C - G) beta (k dS')                  dv = d - N^T d
     dS = exp(G_C) dS' + scale (exp(G) q)^T do - (exp(G) k)^T dv
 
-With A_ij = beta_i D_ij k_i.k_j for i > j, N is -diag(1/beta) ((I + A)^-1 - I): as large as keys are alike,
-whatever beta.
+N is I - (I + A)^-1 with A_ij = D_ij k_i.k_j beta_j for i > j: strictly lower triangular, and only as
+large as keys are alike.
 
 States are kept transposed, [V, K], so that a chunk's products chain in registers: every matmul of the
 two kernels that walk the sequence has the state, or a result of the matmul before, on its left and a
 tile as loaded on its right.
 
 No difference of cumulative sums crosses a reset (a token that forgets everything): `gates` holds, for
-each token of a chunk, five rows: the sums of log decays without resets, coarse and fine part, the number
-of resets so far, and the two factors that reach from the chunk's start to the token and from the token
-to the chunk's end.
+each token of a chunk, five rows: the sums of log decays without resets, coarse and fine part, the
+number of resets so far, the factor that reaches from the chunk's start to the token, and the one from
+the token to the chunk's end, times beta.
 """
 
 import triton
@@ -67,19 +67,13 @@ def invert_blocks(a, N: tl.constexpr):
 
 
 @triton.jit
-def quarters(a, P: tl.constexpr, S: tl.constexpr):
-    """Of P matrices [2S, 2S]: their diagonal blocks [2P, S, S], and the blocks below [P, S, S]."""
-    blocks = tl.permute(tl.reshape(a, (P, 2, S, 2, S)), (0, 2, 4, 1, 3))
-    left, right = tl.split(blocks)
-    first, below = tl.split(left)
-    _, second = tl.split(right)
-    diagonal = tl.permute(tl.join(first, second), (0, 3, 1, 2))
-    return tl.reshape(diagonal, (2 * P, S, S)), below
-
-
-@triton.jit
-def merge_blocks(x, below, P: tl.constexpr, S: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverses [P, 2S, 2S], given those of the diagonal blocks [2P, S, S] and the blocks below."""
+def merge_blocks(x, a, P: tl.constexpr, S: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverses [P, 2S, 2S] from those [2P, S, S] of their diagonal blocks; `a` [2PS, 2PS] holds the rest."""
+    first = tl.arange(0, P)
+    same = first[:, None, None, None, None, None] == first[None, None, None, :, None, None]
+    blocks = tl.sum(tl.where(same, tl.reshape(a, (P, 2, S, P, 2, S)), 0.0), axis=3)
+    left, _ = tl.split(tl.permute(blocks, (0, 2, 4, 1, 3)))
+    _, below = tl.split(left)
     x11, x22 = tl.split(tl.permute(tl.reshape(x, (P, 2, S, S)), (0, 2, 3, 1)))
     if P == 1:
         x11 = tl.reshape(x11, (S, S))
@@ -93,24 +87,21 @@ def merge_blocks(x, below, P: tl.constexpr, S: tl.constexpr, PRECISION: tl.const
 
 @triton.jit
 def invert_unit_lower(a, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + a)^-1 for a strictly lower triangular [C, C]: blocks of 16, then pairs of blocks."""
-    a = tl.reshape(a, (1, C, C))
-    if C == 16:
-        x = invert_blocks(a, 1)
-    elif C == 32:
-        diagonal, below = quarters(a, 1, 16)
-        x = merge_blocks(invert_blocks(diagonal, 2), below, 1, 16, PRECISION)
-    else:
-        halves, below = quarters(a, 1, 32)
-        diagonal, below_16 = quarters(halves, 2, 16)
-        x = merge_blocks(invert_blocks(diagonal, 4), below_16, 2, 16, PRECISION)
-        x = merge_blocks(x, below, 1, 32, PRECISION)
+    """(I + a)^-1 for a strictly lower triangular [C, C]: diagonal blocks, then pairs of blocks."""
+    N: tl.constexpr = C // 16
+    block = tl.arange(0, N)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    x = invert_blocks(tl.sum(tl.where(same, tl.reshape(a, (N, 16, N, 16)), 0.0), axis=2), N)
+    if C >= 32:
+        x = merge_blocks(x, a, C // 32, 16, PRECISION)
+    if C >= 64:
+        x = merge_blocks(x, a, C // 64, 32, PRECISION)
     return tl.reshape(x, (C, C))
 
 
 @triton.jit
 def prepare_kernel(
-    q, k, log_decay, beta, gates, corrections, scores, T, scale,
+    q, k, log_decay, beta, gates, corrections, scores, fine_corrections, fine_scores, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +125,7 @@ def prepare_kernel(
     fine_sum = tl.cumsum(fine, axis=0)
     start = tl.exp(tl.where(resets == 0.0, coarse_sum + fine_sum, float("-inf")))
     to_end = (tl.sum(coarse, axis=0) - coarse_sum) + (tl.sum(fine, axis=0) - fine_sum)
-    end = tl.exp(tl.where(resets == tl.max(resets, axis=0), to_end, float("-inf")))
+    end = strength * tl.exp(tl.where(resets == tl.max(resets, axis=0), to_end, float("-inf")))
     gates += tile * (GATE_ROWS * C) + i
     tl.store(gates + COARSE_ROW * C, coarse_sum)
     tl.store(gates + FINE_ROW * C, fine_sum)
@@ -156,13 +147,15 @@ def prepare_kernel(
     lower = i[:, None] >= i[None, :]
     decay = decay_between(coarse_sum, coarse_sum, fine_sum, fine_sum, resets, resets, lower)
     square = i[:, None] * C + i[None, :]
-    scores += tile * (C * C)
-    corrections += tile * (C * C)
-    tl.store(scores + square, (scale * qk * decay).to(scores.dtype.element_ty))
-    a = tl.where(i[:, None] > i[None, :], strength[:, None] * kk * decay, 0.0)
-    n = invert_unit_lower(a, C, INVERSE_PRECISION) * (-1.0 / strength)[:, None]
-    n = tl.where(i[:, None] > i[None, :], n, 0.0)
+    decay *= strength[None, :]
+    p = scale * qk * decay
+    square += tile * (C * C)
+    tl.store(scores + square, p.to(scores.dtype.element_ty))
+    tl.store(fine_scores + square, p.to(fine_scores.dtype.element_ty))
+    a = tl.where(i[:, None] > i[None, :], kk * decay, 0.0)
+    n = tl.where(i[:, None] > i[None, :], -invert_unit_lower(a, C, INVERSE_PRECISION), 0.0)
     tl.store(corrections + square, n.to(corrections.dtype.element_ty))
+    tl.store(fine_corrections + square, n.to(fine_corrections.dtype.element_ty))
 
 
 @triton.jit
@@ -223,16 +216,6 @@ def add_outer(state, left, keys, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def dot_rows(x, m, total, PRECISION: tl.constexpr):
-    """total + x m for float32 x. A float16 m has three more bits than bfloat16, x's rows are scaled to its range."""
-    if m.dtype == tl.float32:
-        return tl.dot(x, m, total, input_precision=PRECISION)
-    largest = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-20)[:, None]
-    shrink = 1.0 / largest
-    return largest * tl.dot((shrink * x).to(m.dtype), m, shrink * total)
-
-
-@triton.jit
 def forward_kernel(
     q, k, v, beta, gates, corrections, scores, initial_state, out, last, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
@@ -241,9 +224,12 @@ def forward_kernel(
     """Walks the chunks of one head with BLOCK_V of the state's columns.
 
     `out`, `last` are the outputs [B, T, HV, V] and the final state [B, HV, K, V]; or, with STATES, for
-    the backward, each chunk's u [B, HV, chunks, V, C] and the state that enters it, [.., V, K].
+    the backward, each chunk's beta u [B, HV, chunks, V, C] and the state that enters it, [.., V, K].
+    Where keys are alike, N w and P u nearly cancel. Float16 for N and P keeps three more bits than
+    bfloat16; the rows on their left are scaled to its range.
     """
     dtype = k.dtype.element_ty
+    fine = corrections.dtype.element_ty
     chunks = tl.cdiv(T, C)
     blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = (tl.program_id(0) // blocks).to(tl.int64)
@@ -264,11 +250,10 @@ def forward_kernel(
         mask = live[None, :] & in_v
         gate = gates + tile * (GATE_ROWS * C)
         k_tile = load_keys(k + row * (H * K) + key_head, H * K, i, live, K, BLOCK_K)
-        v_tile = tl.load(v + row * (HV * V) + hv * V + values, mask=mask, other=0.0).to(tl.float32)
+        v_tile = tl.load(v + row * (HV * V) + hv * V + values, mask=mask, other=0.0)
         n = tl.load(corrections + tile * (C * C) + square)
         start = tl.load(gate + START_ROW * C + i)
         end = tl.load(gate + END_ROW * C + i)
-        strength = load_beta(beta + row * HV + hv, HV, i, live)
 
         read = tl.zeros((BLOCK_V, C), tl.float32)
         o = tl.zeros((BLOCK_V, C), tl.float32)
@@ -284,13 +269,21 @@ def forward_kernel(
             else:
                 o = tl.dot(rounded, tl.trans(q_tile[part]), o, input_precision=PRECISION)
         w = v_tile - start[None, :] * read
-        u = dot_rows(-strength[None, :] * w, tl.trans(n), w, PRECISION)
+        if fine == tl.float16:
+            largest = tl.maximum(tl.max(tl.abs(w), axis=1), 1e-20)[:, None]
+            w *= 1.0 / largest
+        u = tl.dot((-w).to(fine), tl.trans(n), w, input_precision=PRECISION)
         if STATES:
+            strength = load_beta(beta + row * HV + hv, HV, i, live)
             entry = tile * (V * C) + vc[:, None] * C + i[None, :]
-            tl.store(out + entry, u.to(dtype), mask=in_v)
-        u *= strength[None, :]
-        if not STATES:
-            o = dot_rows(u, tl.trans(p), (scale * start)[None, :] * o, PRECISION)
+            tl.store(out + entry, (strength[None, :] * u).to(dtype), mask=in_v)
+        else:
+            o *= (scale * start)[None, :]
+            if fine == tl.float16:
+                o = largest * tl.dot(u.to(fine), tl.trans(p), o * (1.0 / largest))
+                u *= largest
+            else:
+                o = tl.dot(u, tl.trans(p), o, input_precision=PRECISION)
             tl.store(out + row * (HV * V) + hv * V + values, o.to(out.dtype.element_ty), mask=mask)
         state = scale_state(state, tl.load(gate + START_ROW * C + C - 1))
         u *= end[None, :]
@@ -308,7 +301,7 @@ def forward_kernel(
 
 @triton.jit
 def reverse_kernel(
-    q, k, beta, gates, corrections, scores, d_out, d_last, d_v, d_states, d_initial, T, scale,
+    q, k, gates, corrections, scores, d_out, d_last, d_v, d_states, d_initial, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -339,24 +332,23 @@ def reverse_kernel(
         gate = gates + tile * (GATE_ROWS * C)
         k_tile = load_keys(k + row * (H * K) + key_head, H * K, i, live, K, BLOCK_K)
         q_tile = load_keys(q + row * (H * K) + key_head, H * K, i, live, K, BLOCK_K)
-        do = tl.load(d_out + row * (HV * V) + hv * V + values, mask=mask, other=0.0).to(tl.float32)
+        do = tl.load(d_out + row * (HV * V) + hv * V + values, mask=mask, other=0.0)
         n = tl.load(corrections + tile * (C * C) + square)
         p = tl.load(scores + tile * (C * C) + square)
         start = tl.load(gate + START_ROW * C + i)
         end = tl.load(gate + END_ROW * C + i)
-        strength = load_beta(beta + row * HV + hv, HV, i, live)
 
         du = tl.zeros((BLOCK_V, C), tl.float32)
         for part in tl.static_range(0, len(d_state)):
             rounded = d_state[part].to(dtype)
             du = tl.dot(rounded, tl.trans(k_tile[part]), du, input_precision=PRECISION)
             store_tile(d_states + tile * (V * K), rounded, part, vc, K, V, BLOCK_K)
-        du = dot_rows(do, p, end[None, :] * du, PRECISION)
-        dv = strength[None, :] * dot_rows(-strength[None, :] * du, n, du, PRECISION)
+        du = tl.dot(do, p, end[None, :] * du, input_precision=PRECISION)
+        dv = tl.dot((-du).to(dtype), n, du, input_precision=PRECISION)
         tl.store(d_v + row * (HV * V) + hv * V + values, dv.to(d_v.dtype.element_ty), mask=mask)
         d_state = scale_state(d_state, tl.load(gate + START_ROW * C + C - 1))
-        do *= (scale * start)[None, :]
-        d_state = add_outer(d_state, do.to(dtype), q_tile, PRECISION)
+        do = ((scale * start)[None, :] * do.to(tl.float32)).to(dtype)
+        d_state = add_outer(d_state, do, q_tile, PRECISION)
         d_state = add_outer(d_state, (-start[None, :] * dv).to(dtype), k_tile, PRECISION)
     store_state(d_initial + head * (K * V), d_state, vc, K, V, BLOCK_K)
 
@@ -427,15 +419,15 @@ def gradient_kernel(
     strength = load_beta(beta + row * HV + hv, HV, i, live)
     lower = i[:, None] >= i[None, :]
     decay = decay_between(coarse, coarse, fine, fine, resets, resets, lower)
-    # The gradient of beta is the diagonal of dr u^T, and dv is beta dr.
-    of_beta = tl.sum(tl.where(i[:, None] == i[None, :], y, 0.0), axis=1) / strength
-    decay *= strength[None, :]
     n_q = (scale * x * decay).to(dtype)
     n_k = tl.where(i[:, None] > i[None, :], -y * decay, 0.0).to(dtype)
+    # y is dv (beta u)^T; its diagonal is beta^2 times the gradient of beta.
+    diagonal = tl.where(i[:, None] == i[None, :], y, 0.0)
+    of_beta = tl.sum(diagonal, axis=1) / (strength * strength)
 
     dq = tl.dot(n_q, k_tile, (scale * start)[:, None] * dq, input_precision=PRECISION)
     dk_read = tl.dot(n_k, k_tile, -start[:, None] * dk_read, input_precision=PRECISION)
-    dk_write *= (end * strength)[:, None]
+    dk_write *= (end / strength)[:, None]
     keys = k_tile.to(tl.float32)
     leaving = tl.sum(keys * dk_write, axis=1)
     dk_write = tl.dot(tl.trans(n_q), q_tile, dk_write, input_precision=PRECISION)
