@@ -41,6 +41,9 @@ def config_from_hf(hf: dict[str, Any]) -> ConfigDict:
     if hf.get("model_type") not in types:
         known = ", ".join(types)
         raise ValueError(f"model_type is {hf.get('model_type')!r}: it must be one of {known}")
+    for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads"):
+        if not isinstance(hf.get(field), int):
+            raise ValueError(f"{field} is {hf.get(field)!r}: config.json must give an integer")
     for field, accepted in PLAIN.items():
         if field in hf and hf[field] not in accepted:
             raise ValueError(f"{field} is {hf[field]!r}: only {accepted[0]!r} is implemented")
@@ -106,7 +109,7 @@ def config_to_hf(config: FrozenConfigDict) -> dict[str, Any]:
         "norm_eps": config.norm_eps,
         "initializer_range": config.initializer_range,
         "tie_word_embeddings": config.tie_embeddings,
-        "dtype": config.dtype,
+        "dtype": config.dtype,  # of compute; the tensors are float32
     }
     hf |= _write_heads(config)
     if config.ccq.enabled:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from ml_collections import FrozenConfigDict
 
 from ccq_jax.cache import Segments
@@ -128,8 +128,8 @@ class Embed(nnx.Module):
         shape = (config.vocab_size, config.hidden_size)
         self.embedding = normal(rngs, shape, config.initializer_range)
 
-    def __call__(self, tokens) -> Float[Array, "B T D"]:
-        """Looks up tokens [B, T]."""
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The tokens' vectors."""
         return jnp.take(self.embedding[...], tokens, axis=0).astype(self.dtype)
 
     def attend(self, x: Float[Array, "B T D"]) -> Float[Array, "B T vocab"]:

@@ -118,6 +118,7 @@ def test_missing_unknown_and_misshapen_tensors_are_all_listed(checkpoint):
     ("field", "value", "message"),
     [
         ("model_type", "mamba2", "model_type is 'mamba2': it must be one of gated_deltanet"),
+        ("hidden_size", None, "hidden_size is None: config.json must give an integer"),
         ("use_gv", True, "use_gv is True: only False is implemented"),
         ("attn", {"layers": [1]}, "attn is {'layers': \\[1\\]}: only None is implemented"),
         ("num_kv_heads", 1, "num_kv_heads is 1: it must be num_heads or null"),
@@ -128,6 +129,12 @@ def test_a_config_that_is_not_implemented_is_refused(checkpoint, field, value, m
     path = checkpoint / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     with pytest.raises(ValueError, match=message):
+        interop.load_hf(checkpoint)
+
+
+def test_a_missing_file_is_named(checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors does not exist"):
         interop.load_hf(checkpoint)
 
 
