@@ -53,6 +53,14 @@ def device_kind() -> str:
     return abstract.device_kind if abstract is not None else jax.devices()[0].device_kind
 
 
+def num_cores() -> int:
+    """Multiprocessors of the GPU that the current trace is for; 132, an H100's, where unknown."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:
+        return abstract.num_cores or 132
+    return getattr(jax.devices()[0], "core_count", 132)
+
+
 def shared_memory(kind: str) -> int:
     """Shared memory in bytes that one block may use on a device of this kind."""
     for device in jax.devices():
@@ -138,7 +146,7 @@ def call(
       grid: blocks along up to three axes; the first may pass 65,535.
       num_warps: warps a block.
       num_stages: depth of the software pipeline.
-      constants: the kernel's constexpr arguments, and by name the numbers that it takes at run time.
+      constants: the kernel's constexpr arguments; by name also numbers and arrays that are not first.
     """
     import jax_triton
 

@@ -1,164 +1,300 @@
 """Gated delta rule on GPUs: chunked Triton kernels, called through jax-triton.
 
 Forward: `prepare` (what the tokens of a chunk do to each other, all chunks at once), then `forward`,
-which walks the sequence. Backward: `states` walks it again and keeps the state that enters each chunk,
-`reverse` walks back with the state's gradient, `gradient` finishes all chunks at once. Nothing of the
-size of the chunks' states outlives a call.
+which walks the sequence. Backward: `states` walks it again and keeps the state that enters each
+chunk, `reverse` walks back with the state's gradient, `gradient` finishes all chunks at once. Nothing
+of the size of the chunks' states outlives a call.
+
+Few heads and a long sequence would leave most of the GPU idle. Then the sequence is cut into parts
+that are walked at once, after a first walk has found how each part maps the state that enters it to
+the one that leaves it: S' = transition S + written.
 """
 
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from kernels import triton_util
 
 NAME = "gated_delta_rule"
 GATE_ROWS = 5
+# A sequence shorter than this is one part, so that rows of a batch never depend on the batch's size.
+LONG = 16384
+SHORTEST_PART = 2048
 Config = dict[str, int]
 
 unavailable = triton_util.unavailable
 
 
-def forward(q, k, v, log_decay, beta, initial_state, *, scale, chunk_size=None):
-    """See `kernels.dispatch`; chunks of up to 64 tokens, 32 in float32."""
-    from kernels.gated_delta_rule import triton_kernels
+class Inputs(NamedTuple):
+    """The arrays of a call that have a time axis, cut into parts along it."""
 
-    batch, length, heads, key_dim = q.shape
-    value_heads, value_dim = v.shape[2:]
-    chunk = _chunk(q.dtype, key_dim, chunk_size)
-    tiles = (batch, value_heads, -(-length // chunk))
-    static = {
-        "H": heads,
-        "HV": value_heads,
-        "K": key_dim,
-        "C": chunk,
-        "PRECISION": "ieee",
-    }
-    fine = jnp.float32 if q.dtype == jnp.float32 else jnp.float16
-    gates, corrections, scores, *fine_terms = triton_util.call(
-        triton_kernels.prepare_kernel,
-        *(q, k, log_decay, beta),
-        out=(
-            jax.ShapeDtypeStruct((*tiles, GATE_ROWS, chunk), jnp.float32),
-            *(jax.ShapeDtypeStruct((*tiles, chunk, chunk), dtype) for dtype in (q.dtype, q.dtype, fine, fine)),
-        ),
-        T=length,
-        scale=scale,
-        grid=(tiles[0] * tiles[1] * tiles[2],),
-        INVERSE_PRECISION="ieee" if q.dtype == jnp.float32 else "tf32x3",
-        **static,
-        **_config("prepare", q.dtype, chunk, key_dim, value_dim),
-    )
-    config = _config("forward", q.dtype, chunk, key_dim, value_dim)
-    out, state = triton_util.call(
-        triton_kernels.forward_kernel,
-        *(q, k, v, beta, gates, *fine_terms, initial_state),
-        out=(
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
-            jax.ShapeDtypeStruct(initial_state.shape, jnp.float32),
-        ),
-        T=length,
-        scale=scale,
-        grid=(_blocks(value_dim, config["BLOCK_V"]) * batch * value_heads,),
-        V=value_dim,
-        STATES=False,
-        **static,
-        **config,
-    )
-    inputs = (q, k, v, log_decay, beta, initial_state)
-    return out, state, (inputs, gates, corrections, scores)
+    q: Float[Array, "B T H K"]
+    k: Float[Array, "B T H K"]
+    v: Float[Array, "B T HV V"]
+    log_decay: Float[Array, "B T HV"]
+    beta: Float[Array, "B T HV"]
+
+
+class Prepared(NamedTuple):
+    """What the tokens of a chunk do to each other."""
+
+    gates: Float[Array, "B HV chunks 5 C"]
+    corrections: Float[Array, "B HV chunks C C"]
+    scores: Float[Array, "B HV chunks C C"]
+    fine_corrections: Float[Array, "B HV chunks C C"]
+    fine_scores: Float[Array, "B HV chunks C C"]
+
+
+def forward(q, k, v, log_decay, beta, initial_state, *, scale, chunk_size=None):
+    """See `kernels.dispatch`; chunks of up to 64 tokens."""
+    inputs = Inputs(q, k, v, log_decay, beta)
+    parts = _parts(v)
+    cut = _cut(inputs, parts)
+    chunk = _chunk("forward", q, chunk_size)
+    prepared = _prepare(cut, scale, chunk)
+    starts, transitions = initial_state, None
+    if parts > 1:
+        starts, transitions = _starts(cut, prepared, initial_state, parts)
+    out, _, _, last = _walk(cut, prepared, starts, scale=scale, output=True)
+    state = last.reshape(-1, parts, *last.shape[1:])[:, -1]
+    # The terms are small; only where the backward's chunk is another are they computed again.
+    kept = prepared[:3] if chunk == _chunk("backward", q, chunk_size) else None
+    return out.reshape(v.shape), state, (inputs, kept, starts, transitions)
 
 
 def backward(residuals, d_out, d_state, *, scale, chunk_size=None):
     """See `kernels.dispatch`."""
+    inputs, kept, starts, transitions = residuals
+    batch = inputs.q.shape[0]
+    parts = starts.shape[0] // batch
+    cut = _cut(inputs, parts)
+    d_out = d_out.reshape(cut.v.shape)
+    chunk = _chunk("backward", inputs.q, chunk_size)
+    terms = kept or _prepare(cut, scale, chunk)[:3]
+    prepared = Prepared(*terms, *terms[1:])
+    _, u, states, _ = _walk(cut, prepared, starts, scale=scale, states=True)
+    d_ends = d_state
+    if parts > 1:
+        d_ends = _ends(cut, prepared, d_out, d_state, transitions, scale)
+    d_v, d_states, d_starts = _walk_back(cut, prepared, d_out, d_ends, scale, states=True)
+    d_q, d_k, d_decay, d_beta = _gradient(cut, prepared.gates, d_out, d_v, u, states, d_states, scale)
+    gradients = (d_q, d_k, d_v, d_decay, d_beta)
+    d_initial = d_starts.reshape(batch, parts, *d_starts.shape[1:])[:, 0]
+    return *(x.reshape(y.shape) for x, y in zip(gradients, inputs, strict=True)), d_initial
+
+
+def _parts(v: Float[Array, "B T HV V"]) -> int:
+    """Into how many parts a sequence is cut: a power of two that divides it."""
+    _, length, heads, value_dim = v.shape
+    if length < LONG:
+        return 1
+    blocks = heads * -(-value_dim // 64)
+    wanted = min(2 * triton_util.num_cores() // blocks, length // SHORTEST_PART)
+    parts = 1
+    while 2 * parts <= wanted and length % (2 * parts) == 0:
+        parts *= 2
+    return parts
+
+
+def _cut(inputs: Inputs, parts: int) -> Inputs:
+    """Makes every part a row of the batch."""
+    batch, length = inputs.q.shape[:2]
+    shape = (batch * parts, length // parts)
+    return Inputs(*(x.reshape(*shape, *x.shape[2:]) for x in inputs))
+
+
+def _starts(cut: Inputs, prepared: Prepared, initial_state: Array, parts: int) -> Any:
+    """The state that enters each part, and each part's transition."""
+    rows, _, heads, key_dim = (*cut.v.shape[:3], cut.k.shape[3])
+    zeros = jnp.zeros((rows, *initial_state.shape[1:]), jnp.float32)
+    written = _walk(cut, prepared, zeros)[3]
+    identity = jnp.broadcast_to(jnp.eye(key_dim), (rows, heads, key_dim, key_dim))
+    transitions = _walk(cut, prepared, identity, values=False)[3]
+
+    def step(state: Array, part: Any) -> Any:
+        transition, written = part
+        product = jnp.einsum("bhkj,bhjv->bhkv", transition, state, precision="highest")
+        return product + written, state
+
+    by_part = functools.partial(_by_part, parts=parts)
+    _, starts = jax.lax.scan(step, initial_state, (by_part(transitions), by_part(written)))
+    return starts.swapaxes(0, 1).reshape(zeros.shape), transitions
+
+
+def _ends(cut, prepared, d_out, d_state, transitions, scale):
+    """The gradient of the state that leaves each part."""
+    parts = transitions.shape[0] // d_state.shape[0]
+    zeros = jnp.zeros((transitions.shape[0], *d_state.shape[1:]), jnp.float32)
+    read = _walk_back(cut, prepared, d_out, zeros, scale)[2]
+
+    def step(d_end: Array, part: Any) -> Any:
+        transition, read = part
+        product = jnp.einsum("bhjk,bhjv->bhkv", transition, d_end, precision="highest")
+        return product + read, d_end
+
+    by_part = functools.partial(_by_part, parts=parts)
+    terms = (by_part(transitions), by_part(read))
+    _, ends = jax.lax.scan(step, d_state, terms, reverse=True)
+    return ends.swapaxes(0, 1).reshape(zeros.shape)
+
+
+def _by_part(x: Array, parts: int) -> Array:
+    return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _prepare(inputs: Inputs, scale: float, chunk: int) -> Prepared:
     from kernels.gated_delta_rule import triton_kernels
 
-    inputs, gates, corrections, scores = residuals
-    q, k, v, log_decay, beta, initial_state = inputs
+    q, k, v, log_decay, beta = inputs
+    tiles = (q.shape[0], v.shape[2], -(-q.shape[1] // chunk))
+    fine = jnp.float32 if q.dtype == jnp.float32 else jnp.float16
+    squares = (jax.ShapeDtypeStruct((*tiles, chunk, chunk), x) for x in (q.dtype, q.dtype, fine, fine))
+    return Prepared(
+        *triton_util.call(
+            triton_kernels.prepare_kernel,
+            *(q, k, log_decay, beta),
+            out=(jax.ShapeDtypeStruct((*tiles, GATE_ROWS, chunk), jnp.float32), *squares),
+            grid=(tiles[0] * tiles[1] * tiles[2],),
+            T=q.shape[1],
+            scale=scale,
+            INVERSE_PRECISION="ieee" if q.dtype == jnp.float32 else "tf32x3",
+            **_static(inputs, chunk),
+            **_config("prepare", inputs, chunk),
+        )
+    )
+
+
+def _walk(inputs, prepared, starts, *, scale=1.0, values=True, output=False, states=False):
+    """(out, beta u of each chunk, state that enters each chunk, final state); None what is not asked for."""
+    from kernels.gated_delta_rule import triton_kernels
+
+    q, k, v, _, beta = inputs
+    gates, corrections, scores, fine_corrections, fine_scores = prepared
+    if not states:
+        corrections, scores = fine_corrections, fine_scores
+    tiles, chunk = gates.shape[:3], gates.shape[-1]
+    key_dim, value_dim = starts.shape[2:]
+    config = _config("states" if states else "forward", inputs, chunk)
+    shapes = {}
+    if output:
+        shapes["o"] = jax.ShapeDtypeStruct(v.shape, v.dtype)
+    if states:
+        shapes["u"] = jax.ShapeDtypeStruct((*tiles, value_dim, chunk), q.dtype)
+        shapes["states"] = jax.ShapeDtypeStruct((*tiles, value_dim, key_dim), q.dtype)
+    unwritten = {name: starts for name in ("o", "u", "states") if name not in shapes}
+    results = triton_util.call(
+        triton_kernels.forward_kernel,
+        *(q, k, v, beta, gates, corrections, scores, starts),
+        out=(*shapes.values(), jax.ShapeDtypeStruct(starts.shape, jnp.float32)),
+        grid=(_blocks(value_dim, config["BLOCK_V"]) * tiles[0] * tiles[1],),
+        T=q.shape[1],
+        scale=scale,
+        V=value_dim,
+        VALUES=values,
+        OUTPUT=output,
+        STATES=states,
+        **unwritten,
+        **_static(inputs, chunk),
+        **config,
+    )
+    named = dict(zip((*shapes, "last"), results, strict=True))
+    return tuple(named.get(name) for name in ("o", "u", "states", "last"))
+
+
+def _walk_back(inputs, prepared, d_out, d_ends, scale, *, states=False):
+    """(dv, gradient of the state that leaves each chunk, gradient of the state at the start)."""
+    from kernels.gated_delta_rule import triton_kernels
+
+    q, k, v, _, _ = inputs
+    gates, corrections, scores, _, _ = prepared
+    tiles, chunk = gates.shape[:3], gates.shape[-1]
+    key_dim, value_dim = d_ends.shape[2:]
+    config = _config("reverse", inputs, chunk)
+    shapes = {}
+    if states:
+        shapes["d_v"] = jax.ShapeDtypeStruct(v.shape, v.dtype)
+        shapes["d_states"] = jax.ShapeDtypeStruct((*tiles, value_dim, key_dim), q.dtype)
+    unwritten = {name: d_ends for name in ("d_v", "d_states") if name not in shapes}
+    *written, d_starts = triton_util.call(
+        triton_kernels.reverse_kernel,
+        *(q, k, gates, corrections, scores, d_out, d_ends),
+        out=(*shapes.values(), jax.ShapeDtypeStruct(d_ends.shape, jnp.float32)),
+        grid=(_blocks(value_dim, config["BLOCK_V"]) * tiles[0] * tiles[1],),
+        T=q.shape[1],
+        scale=scale,
+        V=value_dim,
+        STATES=states,
+        **unwritten,
+        **_static(inputs, chunk),
+        **config,
+    )
+    return *(written or (None, None)), d_starts
+
+
+def _gradient(inputs, gates, d_out, d_v, u, states, d_states, scale):
+    """(dq, dk, dlog_decay, dbeta)."""
+    from kernels.gated_delta_rule import triton_kernels
+
+    q, k, v, log_decay, beta = inputs
     batch, length, heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
-    tiles, chunk = gates.shape[:3], gates.shape[-1]
-    static = {
-        "H": heads,
-        "HV": value_heads,
-        "K": key_dim,
-        "V": value_dim,
-        "C": chunk,
-        "PRECISION": "ieee",
-    }
-    # A state or its gradient before or after each chunk, transposed as the kernels hold it.
-    chunk_states = jax.ShapeDtypeStruct((*tiles, value_dim, key_dim), q.dtype)
-    config = _config("states", q.dtype, chunk, key_dim, value_dim)
-    u, states = triton_util.call(
-        triton_kernels.forward_kernel,
-        *(q, k, v, beta, gates, corrections, scores, initial_state),
-        out=(jax.ShapeDtypeStruct((*tiles, value_dim, chunk), q.dtype), chunk_states),
-        T=length,
-        scale=scale,
-        grid=(_blocks(value_dim, config["BLOCK_V"]) * batch * value_heads,),
-        STATES=True,
-        **static,
-        **config,
-    )
-    config = _config("reverse", q.dtype, chunk, key_dim, value_dim)
-    d_v, d_states, d_initial = triton_util.call(
-        triton_kernels.reverse_kernel,
-        *(q, k, gates, corrections, scores, d_out, d_state),
-        out=(
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
-            chunk_states,
-            jax.ShapeDtypeStruct(initial_state.shape, jnp.float32),
-        ),
-        T=length,
-        scale=scale,
-        grid=(_blocks(value_dim, config["BLOCK_V"]) * batch * value_heads,),
-        **static,
-        **config,
-    )
-    config = _config("gradient", q.dtype, chunk, key_dim, value_dim)
+    chunk = gates.shape[-1]
+    config = _config("gradient", inputs, chunk)
     columns = _blocks(key_dim, config["BLOCK_K"])
     # Value heads that share a key head add up in float32.
-    keys = jax.ShapeDtypeStruct(
-        (batch, length, value_heads, key_dim), q.dtype if value_heads == heads else jnp.float32
-    )
+    per_head = q.dtype if value_heads == heads else jnp.float32
+    keys = jax.ShapeDtypeStruct((batch, length, value_heads, key_dim), per_head)
     gate_parts = jax.ShapeDtypeStruct((columns, batch, length, value_heads), jnp.float32)
     d_q, d_k, d_decay, d_beta = triton_util.call(
         triton_kernels.gradient_kernel,
         *(q, k, log_decay, beta, gates, d_out, d_v, u, states, d_states),
         out=(keys, keys, gate_parts, gate_parts),
+        grid=(columns * batch * value_heads * gates.shape[2],),
         T=length,
         scale=scale,
-        grid=(columns * tiles[0] * tiles[1] * tiles[2],),
-        **static,
+        V=value_dim,
+        **_static(inputs, chunk),
         **config,
     )
     if value_heads != heads:
         shape = (batch, length, heads, value_heads // heads, key_dim)
         d_q, d_k = (x.reshape(shape).sum(3).astype(q.dtype) for x in (d_q, d_k))
-    d_decay = d_decay.sum(0).astype(log_decay.dtype)
-    d_beta = d_beta.sum(0).astype(beta.dtype)
-    return d_q, d_k, d_v, d_decay, d_beta, d_initial
+    return d_q, d_k, d_decay.sum(0).astype(log_decay.dtype), d_beta.sum(0).astype(beta.dtype)
+
+
+def _static(inputs: Inputs, chunk: int) -> dict[str, Any]:
+    heads, key_dim = inputs.k.shape[2:]
+    value_heads = inputs.v.shape[2]
+    return {"H": heads, "HV": value_heads, "K": key_dim, "C": chunk, "PRECISION": "ieee"}
 
 
 def _blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
-def _chunk(dtype: Any, key_dim: int, chunk_size: int | None) -> int:
-    """The chunk: what was asked for, up to 64, or less where shared memory is small."""
-    chunk = min(chunk_size or (32 if dtype == jnp.float32 else 64), 64)
+def _chunk(direction: str, q: Array, chunk_size: int | None) -> int:
+    """Tokens of a chunk: as asked for up to 64, or less where shared memory is small.
+
+    Wide keys leave the forward's walk short of registers, so that it takes shorter chunks; the
+    backward keeps a state for each chunk, so that it takes longer ones.
+    """
+    key_dim = q.shape[3]
+    short = q.dtype == jnp.float32 or (direction == "forward" and key_dim > 128)
+    chunk = min(chunk_size or (32 if short else 64), 64)
     limit = triton_util.shared_memory(triton_util.device_kind())
-    while (
-        chunk > 16
-        and _shared(_candidates("forward", dtype, key_dim, 16)[-1], dtype, chunk, key_dim) > limit
-    ):
+    smallest = _candidates(direction, q.dtype, key_dim, 16)[-1]
+    while chunk > 16 and _shared(smallest, q.dtype, chunk, key_dim) > limit:
         chunk //= 2
     return chunk
 
 
-def _config(kernel: str, dtype: Any, chunk: int, key_dim: int, value_dim: int) -> Config:
+def _config(kernel: str, inputs: Inputs, chunk: int) -> Config:
+    dtype, key_dim, value_dim = inputs.q.dtype, inputs.k.shape[3], inputs.v.shape[3]
     return triton_util.choose(
         f"{NAME}.{kernel}",
         triton_util.bucket(dtype, key_dim, value_dim),
@@ -189,7 +325,7 @@ def _candidates(kernel: str, dtype: Any, key_dim: int, value_dim: int) -> list[C
 
 def _shared(config: Mapping[str, int], dtype: Any, chunk: int, key_dim: int) -> int:
     """An upper estimate of a block's shared memory in bytes: its tiles, once a stage."""
-    keys = 2 * chunk * -(-key_dim // config["BLOCK_K"]) * config["BLOCK_K"]
+    keys = 2 * chunk * _blocks(key_dim, config["BLOCK_K"]) * config["BLOCK_K"]
     values = 2 * chunk * config.get("BLOCK_V", 0)
     return config["num_stages"] * (keys + values + 2 * chunk * chunk) * jnp.dtype(dtype).itemsize
 

@@ -217,14 +217,16 @@ def add_outer(state, left, keys, PRECISION: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    q, k, v, beta, gates, corrections, scores, initial_state, out, last, T, scale,
+    q, k, v, beta, gates, corrections, scores, initial_state, o, u, states, last, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STATES: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    VALUES: tl.constexpr, OUTPUT: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """Walks the chunks of one head with BLOCK_V of the state's columns.
+    """Walks the chunks of one head with BLOCK_V of the state's columns, to the final state `last`.
 
-    `out`, `last` are the outputs [B, T, HV, V] and the final state [B, HV, K, V]; or, with STATES, for
-    the backward, each chunk's beta u [B, HV, chunks, V, C] and the state that enters it, [.., V, K].
+    VALUES: False takes v as zero. OUTPUT: writes o. STATES: writes, for the backward, each chunk's beta u
+    [B, HV, chunks, V, C] and the state that enters it, [.., V, K].
+
     Where keys are alike, N w and P u nearly cancel. Float16 for N and P keeps three more bits than
     bfloat16; the rows on their left are scaled to its range.
     """
@@ -250,65 +252,68 @@ def forward_kernel(
         mask = live[None, :] & in_v
         gate = gates + tile * (GATE_ROWS * C)
         k_tile = load_keys(k + row * (H * K) + key_head, H * K, i, live, K, BLOCK_K)
-        v_tile = tl.load(v + row * (HV * V) + hv * V + values, mask=mask, other=0.0)
         n = tl.load(corrections + tile * (C * C) + square)
         start = tl.load(gate + START_ROW * C + i)
         end = tl.load(gate + END_ROW * C + i)
-
-        read = tl.zeros((BLOCK_V, C), tl.float32)
-        o = tl.zeros((BLOCK_V, C), tl.float32)
-        if not STATES:
+        if OUTPUT:
             q_tile = load_keys(q + row * (H * K) + key_head, H * K, i, live, K, BLOCK_K)
             p = tl.load(scores + tile * (C * C) + square)
+
+        read = tl.zeros((BLOCK_V, C), tl.float32)
+        out = tl.zeros((BLOCK_V, C), tl.float32)
         # A tile's rounded copy lives no longer than its products: registers are what is scarce here.
         for part in tl.static_range(0, len(state)):
             rounded = state[part].to(dtype)
             read = tl.dot(rounded, tl.trans(k_tile[part]), read, input_precision=PRECISION)
+            if OUTPUT:
+                out = tl.dot(rounded, tl.trans(q_tile[part]), out, input_precision=PRECISION)
             if STATES:
-                store_tile(last + tile * (V * K), rounded, part, vc, K, V, BLOCK_K)
-            else:
-                o = tl.dot(rounded, tl.trans(q_tile[part]), o, input_precision=PRECISION)
-        w = v_tile - start[None, :] * read
+                store_tile(states + tile * (V * K), rounded, part, vc, K, V, BLOCK_K)
+        w = -start[None, :] * read
+        if VALUES:
+            w += tl.load(v + row * (HV * V) + hv * V + values, mask=mask, other=0.0)
         if fine == tl.float16:
             largest = tl.maximum(tl.max(tl.abs(w), axis=1), 1e-20)[:, None]
             w *= 1.0 / largest
-        u = tl.dot((-w).to(fine), tl.trans(n), w, input_precision=PRECISION)
+        writes = tl.dot((-w).to(fine), tl.trans(n), w, input_precision=PRECISION)
+        if OUTPUT:
+            out *= (scale * start)[None, :]
+            if fine == tl.float16:
+                out *= 1.0 / largest
+            out = tl.dot(writes.to(fine), tl.trans(p), out, input_precision=PRECISION)
+            if fine == tl.float16:
+                out *= largest
+            at = row * (HV * V) + hv * V + values
+            tl.store(o + at, out.to(o.dtype.element_ty), mask=mask)
+        if fine == tl.float16:
+            writes *= largest
         if STATES:
             strength = load_beta(beta + row * HV + hv, HV, i, live)
-            entry = tile * (V * C) + vc[:, None] * C + i[None, :]
-            tl.store(out + entry, (strength[None, :] * u).to(dtype), mask=in_v)
-        else:
-            o *= (scale * start)[None, :]
-            if fine == tl.float16:
-                o = largest * tl.dot(u.to(fine), tl.trans(p), o * (1.0 / largest))
-                u *= largest
-            else:
-                o = tl.dot(u, tl.trans(p), o, input_precision=PRECISION)
-            tl.store(out + row * (HV * V) + hv * V + values, o.to(out.dtype.element_ty), mask=mask)
+            at = tile * (V * C) + vc[:, None] * C + i[None, :]
+            tl.store(u + at, (strength[None, :] * writes).to(dtype), mask=in_v)
         state = scale_state(state, tl.load(gate + START_ROW * C + C - 1))
-        u *= end[None, :]
-        state = add_outer(state, u.to(dtype), k_tile, PRECISION)
-        rest = (u - u.to(dtype).to(tl.float32)).to(dtype)
-    if not STATES:
-        # Where keys are alike, what a chunk writes nearly cancels, and its rounding errors do not: the
-        # next chunk would read and correct them, but nothing follows the last.
-        row = batch * T + (chunks - 1) * C
-        live = i < T - (chunks - 1) * C
-        k_tile = load_keys(k + row * (H * K) + key_head, H * K, i, live, K, BLOCK_K)
-        state = add_outer(state, rest, k_tile, PRECISION)
-        store_state(last + head * (K * V), state, vc, K, V, BLOCK_K)
+        writes *= end[None, :]
+        state = add_outer(state, writes.to(dtype), k_tile, PRECISION)
+        rest = (writes - writes.to(dtype).to(tl.float32)).to(dtype)
+    # Where keys are alike, what a chunk writes nearly cancels, and its rounding errors do not: the
+    # next chunk would read and correct them, but nothing follows the last.
+    row = batch * T + (chunks - 1) * C
+    live = i < T - (chunks - 1) * C
+    k_tile = load_keys(k + row * (H * K) + key_head, H * K, i, live, K, BLOCK_K)
+    state = add_outer(state, rest, k_tile, PRECISION)
+    store_state(last + head * (K * V), state, vc, K, V, BLOCK_K)
 
 
 @triton.jit
 def reverse_kernel(
     q, k, gates, corrections, scores, d_out, d_last, d_v, d_states, d_initial, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
     """Walks the chunks of one head backwards with the gradient of BLOCK_V of the state's columns.
 
-    Writes dv, the gradient of the state that leaves each chunk [B, HV, chunks, V, K], and that of the
-    initial state.
+    Writes the gradient of the initial state and, with STATES, dv and the gradient of the state that
+    leaves each chunk [B, HV, chunks, V, K].
     """
     dtype = k.dtype.element_ty
     chunks = tl.cdiv(T, C)
@@ -342,10 +347,13 @@ def reverse_kernel(
         for part in tl.static_range(0, len(d_state)):
             rounded = d_state[part].to(dtype)
             du = tl.dot(rounded, tl.trans(k_tile[part]), du, input_precision=PRECISION)
-            store_tile(d_states + tile * (V * K), rounded, part, vc, K, V, BLOCK_K)
+            if STATES:
+                store_tile(d_states + tile * (V * K), rounded, part, vc, K, V, BLOCK_K)
         du = tl.dot(do, p, end[None, :] * du, input_precision=PRECISION)
         dv = tl.dot((-du).to(dtype), n, du, input_precision=PRECISION)
-        tl.store(d_v + row * (HV * V) + hv * V + values, dv.to(d_v.dtype.element_ty), mask=mask)
+        if STATES:
+            at = row * (HV * V) + hv * V + values
+            tl.store(d_v + at, dv.to(d_v.dtype.element_ty), mask=mask)
         d_state = scale_state(d_state, tl.load(gate + START_ROW * C + C - 1))
         do = ((scale * start)[None, :] * do.to(tl.float32)).to(dtype)
         d_state = add_outer(d_state, do, q_tile, PRECISION)
