@@ -21,7 +21,8 @@ where p' is p of g. The key's gradient is the polynomial's, plus the terms of it
 Dimensions of states: [B, H, N + 1, K, K], entry c at the start of chunk c.
 
 A tile that a pipelined loop loads goes to products or to arithmetic, never to both: the buffer of
-one that serves both is overwritten while the tensor cores still read it (Triton 3.7.1).
+one that serves both is overwritten while the tensor cores still read it (Triton 3.7.1). Rows of 16-bit tiles have 64 elements
+or more: the compiler gets the addresses of narrower ones wrong.
 """
 
 import triton
@@ -48,22 +49,22 @@ def load_origin(means, columns, width: tl.constexpr, CENTERED: tl.constexpr):
 @triton.jit
 def times_vector(x, vector):
     """x @ vector to float32's precision on the tensor cores: the vector is a sum of x's dtype."""
-    column = tl.arange(0, 16)[None, :]
+    row = tl.arange(0, 16)[:, None]
     dtype: tl.constexpr = x.dtype
     rest = vector
-    parts = tl.zeros([vector.shape[0], 16], tl.float32)
+    parts = tl.zeros([16, vector.shape[0]], tl.float32)
     for part in tl.static_range(3):
         rounded = rest.to(dtype).to(tl.float32)
-        parts += tl.where(column == part, rounded[:, None], 0.0)
+        parts += tl.where(row == part, rounded[None, :], 0.0)
         rest -= rounded
-    return tl.sum(dot(x, parts.to(dtype)), 1)
+    return tl.sum(dot(x, tl.trans(parts.to(dtype))), 1)
 
 
 @triton.jit
 def column_sums(x):
     """Sums over the rows of x, on the tensor cores."""
-    ones = tl.full([x.shape[0], 16], 1.0, tl.float32).to(x.dtype)
-    return tl.sum(dot(tl.trans(x), ones), 1) * (1.0 / 16.0)
+    first = (tl.arange(0, 16)[:, None] + 0 * tl.arange(0, x.shape[0])[None, :]) == 0
+    return tl.sum(dot(tl.trans(x), tl.trans(first.to(tl.float32).to(x.dtype))), 1)
 
 
 @triton.jit

@@ -19,7 +19,8 @@ pairs, with one factor above 1 and one below, far from overflow, and one product
 
 DECAY: 0 none, 1 one a head, 2 one a channel. Scores: [B, H, N, C, C], scaled. A tile that a pipelined
 loop loads goes to products or to arithmetic, never to both: the buffer of one that serves both is
-overwritten while the tensor cores still read it (Triton 3.7.1).
+overwritten while the tensor cores still read it (Triton 3.7.1). Rows of 16-bit tiles have 64 elements
+or more: the compiler gets the addresses of narrower ones wrong.
 """
 
 import triton
