@@ -11,7 +11,7 @@ import operator
 import platform
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from ccq_jax import workdir as workdirs
+from ccq_jax.config import resolve_model
 from ccq_jax.model import LanguageModel
 from ccq_jax.sharding import parameter_shardings
 
@@ -174,18 +175,36 @@ def version_changes(before: dict[str, str]) -> list[str]:
     ]
 
 
+class Trained(NamedTuple):
+    """A checkpoint's model, with the configuration that it was trained with."""
+
+    config: ConfigDict
+    model: LanguageModel
+    step: int
+
+
+# Fields of `config.model` that may be others at test time: they are no part of what was learned.
+TEST_TIME = (r"implementation|chunk_size|ccq\.fixed_lambda",)
+
+
 def load_model(
-    workdir: str | Path, *, step: int | str = "latest", mesh: jax.sharding.Mesh | None = None
-) -> tuple[ConfigDict, LanguageModel]:
-    """The model of a run, with the configuration that it was trained with.
+    workdir: str | Path,
+    *,
+    step: int | str = "latest",
+    model: ConfigDict | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Trained:
+    """The model of a run.
 
     Args:
       workdir: the run's directory.
       step: "latest", "best" (lowest validation loss) or a step.
+      model: a `config.model` to use instead of the run's. It may differ in the fields of TEST_TIME;
+        a vocab_size of 0 fits any.
       mesh: where the parameters go, by `sharding.RULES`; None is the first device.
 
     Raises:
-      WorkdirError: there is no such run or no such checkpoint.
+      WorkdirError: there is no such run, no such checkpoint, or `model` is another model.
     """
     path = Path(workdir).expanduser().absolute()
     if workdirs.read_config(path) is None:
@@ -196,9 +215,13 @@ def load_model(
         raise workdirs.WorkdirError(f"the run in {path} has no checkpoint yet")
     with Checkpoints(path, read_only=True) as checkpoints:
         number = _find_step(checkpoints, step, path)
-        config = ConfigDict(checkpoints.meta(number)["config"]).lock()
-        model = nnx.eval_shape(lambda: LanguageModel(config.model, rngs=nnx.Rngs(0)))
-        graphdef, variables = nnx.split(model)
+        config = ConfigDict(checkpoints.meta(number)["config"])
+        if model is not None:
+            config.model = _at_test_time(config.model, model, path)
+        config.lock()
+        graphdef, variables = nnx.split(
+            nnx.eval_shape(lambda: LanguageModel(config.model, rngs=nnx.Rngs(0)))
+        )
         abstract = nnx.to_pure_dict(variables)
         if mesh is None:
             here = SingleDeviceSharding(jax.local_devices()[0])
@@ -206,7 +229,18 @@ def load_model(
         else:
             shardings = parameter_shardings(abstract, mesh)
         params = checkpoints.restore_params(number, with_shardings(abstract, shardings))
-    return config, nnx.merge(graphdef, params)
+    return Trained(config, nnx.merge(graphdef, params), number)
+
+
+def _at_test_time(trained: ConfigDict, asked: ConfigDict, path: Path) -> ConfigDict:
+    """`asked`, complete, if it differs from what was trained in fields of TEST_TIME only."""
+    complete = resolve_model(asked).to_dict()
+    complete["vocab_size"] = complete["vocab_size"] or trained.vocab_size
+    changes = workdirs.changes(trained.to_dict(), complete, TEST_TIME)
+    if changes:
+        lines = "\n".join(f"  model.{line}" for line in changes)
+        raise workdirs.WorkdirError(f"the run in {path} is of another model:\n{lines}")
+    return ConfigDict(complete)
 
 
 def with_shardings(abstract: Any, shardings: Any) -> Any:

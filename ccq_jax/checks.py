@@ -176,7 +176,7 @@ class Section:
     def eval(self) -> list[str]:
         """Problems of `config.eval`."""
         self.check("every", *_NOT_NEGATIVE)
-        self.check("batches recall_examples", *_AT_LEAST_1)
+        self.check("batches documents recall_examples", *_AT_LEAST_1)
         lengths = lambda x: all(n >= 1 for n in x)
         self.check("contexts recall_lengths", lengths, "lengths of at least 1")
         return self.found

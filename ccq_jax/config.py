@@ -153,6 +153,7 @@ def _eval() -> ConfigDict:
     evaluation.every = 100  # steps between validation losses in training; 0 = only at the end
     evaluation.batches = 8  # of train.batch_size sequences of validation data
     evaluation.contexts = (512, 1024, 2048)  # tokens; perplexity by position bucket at each
+    evaluation.documents = 64  # held-out documents read at each context, at most
     evaluation.recall_lengths = (128, 256, 512, 1024)  # tokens; accuracy on mqar and niah at each
     evaluation.recall_examples = 64  # sequences for each task and length
     return evaluation

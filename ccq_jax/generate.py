@@ -50,6 +50,7 @@ class Sampling:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
 
     def __call__(self, logits: Float[Array, "B N"], key: Array) -> Int[Array, " B"]:
+        """Draws a token for each row."""
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1)
         logits = logits / self.temperature
@@ -59,7 +60,7 @@ class Sampling:
         if self.top_p < 1:
             ordered = -jnp.sort(-logits, axis=-1)
             p = jax.nn.softmax(ordered, axis=-1)
-            # A token stays while those likelier than it have less than top_p: the likeliest always does.
+            # A token stays while those likelier than it have less than top_p: so the first stays.
             kept = jnp.cumsum(p, axis=-1) - p < self.top_p
             smallest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
             logits = jnp.where(logits < smallest, -jnp.inf, logits)
@@ -100,10 +101,10 @@ def _read(graph, params, tokens, segment_ids, cache):
     return nnx.merge(graph, params).prefill(tokens, cache, segment_ids)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
-def _step(graph, sampling, params, logits, cache, key):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
+def _step(graph, sampling, vocab_size, params, logits, cache, key):
     key, now = jax.random.split(key)
-    tokens = sampling(logits, now).astype(jnp.int32)
+    tokens = sampling(logits[:, :vocab_size], now).astype(jnp.int32)
     logits, cache = nnx.merge(graph, params).step(tokens, cache)
     return tokens, logits, cache, key
 
@@ -113,12 +114,22 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,
-    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    sampling: Sampling = Sampling(),
     seed: int = 0,
+    vocab_size: int | None = None,
 ) -> Iterator[np.ndarray]:
     """Continues a batch of prompts, yielding one token of each, [B] int32, at a time.
 
     The next step runs on the device while the caller handles the last one's tokens.
+
+    Args:
+      model: the model.
+      prompts: token ids; their lengths may differ.
+      max_tokens: how many tokens to yield.
+      sampling: how they are drawn.
+      seed: the same seed gives the same tokens.
+      vocab_size: ids from here on are never drawn: a model's vocabulary may be rounded up from its
+        tokenizer's. None: all may be.
 
     Raises:
       ValueError: there is no prompt, one is empty, or max_tokens is not positive.
@@ -128,10 +139,11 @@ def generate(
     logits, cache = prefill(model, prompts, max_tokens)
     graph, params = nnx.split(model)
     key = jax.random.key(seed)
-    tokens, logits, cache, key = _step(graph, sampling, params, logits, cache, key)
+    step = functools.partial(_step, graph, sampling, vocab_size, params)
+    tokens, logits, cache, key = step(logits, cache, key)
     for _ in range(max_tokens - 1):
         done = tokens
-        tokens, logits, cache, key = _step(graph, sampling, params, logits, cache, key)
+        tokens, logits, cache, key = step(logits, cache, key)
         yield np.asarray(done)
     yield np.asarray(tokens)
 
@@ -140,13 +152,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line: see --help."""
     flags = _flags().parse_args(argv)
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p)
-    config, model = checkpoint.load_model(flags.workdir, step=flags.step)
-    tokenizer = make_tokenizer(config.data.tokenizer)
+    trained = checkpoint.load_model(flags.workdir, step=flags.step)
+    tokenizer = make_tokenizer(trained.config.data.tokenizer)
     stream = tokenizer.stream()
     sys.stdout.write(flags.prompt)
     prompt = tokenizer.encode(flags.prompt) or [tokenizer.eos_id]
     for (token,) in generate(
-        model, [prompt], max_tokens=flags.max_tokens, sampling=sampling, seed=flags.seed
+        trained.model,
+        [prompt],
+        max_tokens=flags.max_tokens,
+        sampling=sampling,
+        seed=flags.seed,
+        vocab_size=tokenizer.vocab_size,
     ):
         if token == tokenizer.eos_id:
             break

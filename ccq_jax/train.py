@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
-from ccq_jax import evaluate, flops, plots, step
+from ccq_jax import flops, plots, step, validation
 from ccq_jax.checkpoint import Checkpoints, version_changes
 from ccq_jax.config import resolve, validate
 from ccq_jax.console import Reporter
@@ -110,9 +110,9 @@ class Run:
         self.step, position = self._restore()
         part = {"process_index": jax.process_index(), "process_count": jax.process_count()}
         self.loader = make_loader(config, split="train", start=position, **part)
-        self.validation = evaluate.validation_batches(config, **part)
-        self.unigram_loss = evaluate.unigram_loss(self.validation)
-        self.loss_sums = evaluate.make_loss_sums(
+        self.validation = validation.validation_batches(config, **part)
+        self.unigram_loss = validation.unigram_loss(self.validation)
+        self.loss_sums = validation.make_loss_sums(
             self.graphdef, self.tokenizer.bytes_per_token, config.train.loss_chunk
         )
         self.flops_per_token = flops.train_flops_per_token(config.model, config.train.seq_len)
@@ -273,7 +273,7 @@ class Run:
     def _evaluate(self) -> dict[str, float]:
         with self.stopwatch.pause():
             batches = map(self._put, self.validation)
-            found = evaluate.validation_loss(self.loss_sums, self.state["params"], batches)
+            found = validation.validation_loss(self.loss_sums, self.state["params"], batches)
         self.validation_loss = found["loss"]
         return {
             "eval/loss": found["loss"],

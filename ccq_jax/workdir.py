@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,11 @@ def check(path: Path, config: ConfigDict) -> None:
     saved = checkpoint_steps(path)
     if not saved:
         return
-    changes = _changes(before, json.loads(json.dumps(config.to_dict())))
-    if changes:
+    after = json.loads(json.dumps(config.to_dict()))
+    if different := changes(before, after, CHANGEABLE):
         raise WorkdirError(
             f"{path} holds a run with another configuration. Set these back, or name a new "
-            "workdir:\n" + "\n".join(f"  {line}" for line in changes)
+            "workdir:\n" + "\n".join(f"  {line}" for line in different)
         )
     if config.train.steps < saved[-1]:
         raise WorkdirError(
@@ -115,13 +115,16 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def changes(
+    before: dict[str, Any], after: dict[str, Any], changeable: Sequence[str] = ()
+) -> list[str]:
+    """A line for each field that differs and whose name matches no pattern of `changeable`."""
     old, new = _flatten(before), _flatten(after)
     return [
         f"{field}: was {old.get(field, 'absent')!r}, now {new.get(field, 'absent')!r}"
         for field in sorted(old.keys() | new.keys())
         if old.get(field) != new.get(field)
-        and not any(re.fullmatch(pattern, field) for pattern in CHANGEABLE)
+        and not any(re.fullmatch(pattern, field) for pattern in changeable)
     ]
 
 

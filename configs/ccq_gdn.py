@@ -9,7 +9,7 @@ Parameters: tiny 1.1M, 500M 512M, 1.3B 1.387B.
 All sizes but `tiny` ask for tokenised data:
 
     python train.py --config=configs/ccq_gdn.py:1.3B --workdir=DIR \
-        --config.data.source=arrayrecord:/data/fineweb-edu/*.array_record
+        --config.data.source=arrayrecord:/data/fineweb-edu/*
 """
 
 from ml_collections import ConfigDict

@@ -9,7 +9,7 @@ Parameters: tiny 1.1M, 340M 374M, 500M 509M, 1.3B 1.366B.
 All sizes but `tiny` ask for tokenised data:
 
     python train.py --config=configs/ccq_gla.py:1.3B --workdir=DIR \
-        --config.data.source=arrayrecord:/data/fineweb-edu/*.array_record
+        --config.data.source=arrayrecord:/data/fineweb-edu/*
 
 GLA does not normalise its keys, so the covariance may grow until lambda times its largest
 eigenvalue passes 2, where the query is no longer contracted: watch `lambda_sigma_max` in

@@ -9,7 +9,7 @@ Parameters: tiny 1.1M, 340M 374M, 500M 509M, 1.3B 1.366B.
 All sizes but `tiny` ask for tokenised data:
 
     python train.py --config=configs/gla.py:1.3B --workdir=DIR \
-        --config.data.source=arrayrecord:/data/fineweb-edu/*.array_record
+        --config.data.source=arrayrecord:/data/fineweb-edu/*
 """
 
 from ml_collections import ConfigDict

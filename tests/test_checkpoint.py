@@ -139,14 +139,14 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize(("which", "found"), [("latest", 2), ("best", 1), (1, 1), (2, 2)])
 def test_load_model_finds_the_step(run, which, found):
     path, params = run
-    config, model = load_model(path, step=which)
-    assert config.seed == found
+    config, model, number = load_model(path, step=which)
+    assert number == config.seed == found
     assert isinstance(model, LanguageModel)
     assert_trees_equal(nnx.to_pure_dict(nnx.state(model)), params[found])
 
 
 def test_load_model_puts_parameters_on_a_mesh(run):
-    _, model = load_model(run[0], mesh=make_mesh(1, 8))
+    model = load_model(run[0], mesh=make_mesh(1, 8)).model
     assert not model.layers.mixer.q_proj.kernel[...].sharding.is_fully_replicated
 
 

@@ -9,9 +9,9 @@ import pytest
 from training import tiny_config
 
 from ccq_jax import checkpoint, generate
-from ccq_jax.data import make_loader
 from ccq_jax.evaluation import evaluate, length, recall, scoring
 from ccq_jax.train import train
+from ccq_jax.validation import validation_batches
 
 VARIANTS = ("gdn_decay", "gla_ccq", "attention")
 
@@ -59,11 +59,18 @@ def test_accuracy_counts_answers_alone(monkeypatch):
     assert result["example_accuracy"] == pytest.approx(1 / 3)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_pieces():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "PIECE", 32)
+        yield
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     config = tiny_config(folder, steps=4)
-    config.eval.update({"contexts": (32, 64), "recall_lengths": (64, 128), "recall_examples": 10})
+    config.eval.update({"contexts": (32, 64), "recall_lengths": (128, 160), "recall_examples": 8})
     config.data.niah.num_needles = 1
     train(config, folder / "run")
     return config, folder / "run"
@@ -81,7 +88,7 @@ def test_a_trained_run_is_evaluated_part_by_part(run):
         assert result["versions"]["jax"] == jax.__version__
     assert list(found["length"]["results"]["contexts"]) == ["32", "64"]
     niah = found["recall"]["results"]["tasks"]["niah"]
-    assert [row["examples"] for row in niah.values()] == [10, 10]
+    assert [row["examples"] for row in niah.values()] == [8, 8]
     for picture in ("length.png", "recall.png"):
         assert (workdir / "eval" / picture).read_bytes().startswith(b"\x89PNG")
 
@@ -91,8 +98,7 @@ def test_the_reported_loss_is_that_of_the_validation_data(run):
     result = evaluate(config, workdir, parts=["language"])["language"]["results"]
     model = checkpoint.load_model(workdir).model
     nats, targets, size = 0.0, 0, 0
-    loader = make_loader(config, split="validation")
-    for _, batch in zip(range(config.eval.batches), loader, strict=False):
+    for batch in validation_batches(config):
         scored = scoring.score(model, batch["inputs"], batch["targets"], batch["segment_ids"])
         nats += scored.loss[batch["loss_mask"]].sum(dtype=np.float64)
         targets += batch["loss_mask"].sum()
@@ -125,6 +131,10 @@ def test_what_cannot_be_evaluated_is_refused(run):
         evaluate(other, workdir)
     with pytest.raises(ValueError, match="step"):
         evaluate(config, workdir, step=3)
+    short = config.copy_and_resolve_references()
+    short.eval.recall_lengths = (16,)
+    with pytest.raises(ValueError, match=r"eval\.recall_lengths has 16"):
+        evaluate(short, workdir)
 
 
 def test_text_is_streamed_from_a_run(run, capsys):

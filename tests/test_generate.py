@@ -63,6 +63,11 @@ def test_the_seed_decides_the_text():
     assert (one != other).any()
 
 
+def test_ids_that_the_tokenizer_lacks_are_not_drawn():
+    tokens = continued(models.cached("gla_ccq"), [[1, 2]], 40, vocab_size=5)
+    assert set(np.unique(tokens)) == set(range(5))
+
+
 LOGITS = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3], [0.7, 0.1, 0.1, 0.1]]))
 
 

@@ -60,7 +60,12 @@ def run_steps(config, data, fsdp, count=4, devices=None):
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
-    return run_steps(tiny_config(tmp_path_factory.mktemp("data")), 1, 1, devices=jax.devices()[:1])
+    """What one device makes of each mixer."""
+    data, device = tmp_path_factory.mktemp("data"), jax.devices()[:1]
+    return {
+        mixer: run_steps(tiny_config(data, mixer=mixer), 1, 1, devices=device)
+        for mixer in ("gated_deltanet", "attention")
+    }
 
 
 def assert_same_training(found, expected):
@@ -70,24 +75,21 @@ def assert_same_training(found, expected):
     jax.tree.map(compare, found[1], expected[1])
 
 
-@pytest.mark.parametrize(("data", "fsdp"), [(2, 4), (8, 1)])
-def test_a_mesh_trains_as_one_device_does(tmp_path, one_device, data, fsdp):
-    found = run_steps(tiny_config(tmp_path), data, fsdp)
-    assert_same_training(found, one_device)
+def test_a_mesh_trains_as_one_device_does(tmp_path, one_device):
+    found = run_steps(tiny_config(tmp_path), data=2, fsdp=4)
+    assert_same_training(found, one_device["gated_deltanet"])
     kernel = found[2]["params"]["layers"]["mlp"]["up_proj"]["kernel"]
-    assert math.prod(kernel.sharding.shard_shape(kernel.shape)) == kernel.size // fsdp
+    assert math.prod(kernel.sharding.shard_shape(kernel.shape)) == kernel.size // 4
 
 
-@pytest.mark.parametrize("changes", [{"accumulation": 4}, {"loss_chunk": 8}])
-def test_slices_train_as_the_whole_batch_does(tmp_path, one_device, changes):
-    config = tiny_config(tmp_path, **changes)
-    assert_same_training(run_steps(config, 1, 1, devices=jax.devices()[:1]), one_device)
-
-
-def test_slices_stay_on_the_devices_of_the_batch(tmp_path, one_device):
-    config = tiny_config(tmp_path, accumulation=2)
-    found = run_steps(config, 2, 2, devices=jax.devices()[:4])
-    assert_same_training(found, one_device)
+@pytest.mark.parametrize(
+    ("changes", "devices"),
+    [({"accumulation": 4}, 1), ({"accumulation": 2}, 4), ({"loss_chunk": 8}, 1)],
+)
+def test_slices_train_as_the_whole_batch_does(tmp_path, one_device, changes, devices):
+    config = tiny_config(tmp_path, mixer="attention", **changes)
+    found = run_steps(config, devices // 2 or 1, -1, devices=jax.devices()[:devices])
+    assert_same_training(found, one_device["attention"])
 
 
 def test_gradients_that_are_not_finite_are_named():
@@ -113,7 +115,7 @@ def finished(tmp_path_factory):
 
 
 def test_a_run_leaves_its_files(finished):
-    config, run = finished
+    _, run = finished
     found = json.loads((run / "config.json").read_text())
     assert found["train"]["steps"] == 8 and found["model"]["vocab_size"] == VOCAB
     assert {p.name for p in (run / "plots").iterdir()} == {
@@ -124,7 +126,7 @@ def test_a_run_leaves_its_files(finished):
     assert list((run / "tensorboard").iterdir())
     assert list((run / "profile").rglob("*.xplane.pb"))
     assert checkpoint_names(run) == ["4", "8"]
-    _, model = load_model(run)
+    model = load_model(run).model
     assert model(np.zeros((1, 3), np.int32)).shape == (1, 3, VOCAB)
 
 
@@ -152,7 +154,7 @@ def test_seeds_reproduce(finished, tmp_path):
 
 
 class Interrupting:
-    """Stands in for `make_loader`: does something when batch number `at` of training is asked for."""
+    """Stands in for `make_loader`: does something when batch number `at` is asked for."""
 
     def __init__(self, monkeypatch, at, action):
         self.make, self.at, self.action = ccq_jax.train.make_loader, at, action

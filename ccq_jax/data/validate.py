@@ -25,6 +25,12 @@ def validate_data(config: ConfigDict) -> None:
         sources += parse_source(data.validation_source, "data.validation_source")
     for source in sources:
         _check_source(source, config, tokenizer)
+    for task in RECALL_TASKS:
+        for length in config.eval.recall_lengths:
+            try:
+                recall.make_task(task, tokenizer, length + 1, **recall_options(config, task))
+            except ValueError as error:
+                raise ValueError(f"eval.recall_lengths has {length}, but {error}") from error
     needed = required_vocab_size(config)
     if 0 < config.model.vocab_size < needed:
         raise ValueError(

@@ -23,16 +23,16 @@ from ccq_jax import checkpoint, plots
 from ccq_jax.config import validate
 from ccq_jax.data import (
     long_documents,
-    make_loader,
     make_recall_batch,
     make_tokenizer,
     recall_options,
+    validate_data,
 )
 from ccq_jax.evaluation import pictures
 from ccq_jax.evaluation.length import perplexity_by_position
 from ccq_jax.evaluation.recall import recall_accuracy
 from ccq_jax.model import LanguageModel
-from ccq_jax.validation import make_loss_sums, unigram_loss, validation_loss
+from ccq_jax.validation import make_loss_sums, unigram_loss, validation_batches, validation_loss
 from ccq_jax.workdir import write_atomically
 
 TASKS = ("mqar", "niah")
@@ -46,8 +46,7 @@ def language(config: ConfigDict, model: LanguageModel) -> dict:
     graph, params = nnx.split(model)
     tokenizer = make_tokenizer(config.data.tokenizer)
     sums = make_loss_sums(graph, tokenizer.bytes_per_token, config.train.loss_chunk)
-    with make_loader(config, split="validation") as loader:
-        batches = list(itertools.islice(loader, config.eval.batches))
+    batches = validation_batches(config)
     found = validation_loss(sums, nnx.to_pure_dict(params), _track(batches, "language"))
     return {
         "targets": int(sum(batch["loss_mask"].sum() for batch in batches)),
@@ -125,6 +124,7 @@ def evaluate(
     if unknown:
         raise ValueError(f"parts has {unknown[0]!r}; the parts are {', '.join(PARTS)}")
     validate(config)
+    validate_data(config)
     workdir = Path(workdir).expanduser()
     run = checkpoint.load_model(workdir, step=step, model=config.model)
     config = ConfigDict({**run.config.to_dict(), "eval": config.eval.to_dict()})

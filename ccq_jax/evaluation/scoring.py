@@ -43,14 +43,19 @@ def score(
     batch, length = inputs.shape
     if segment_ids is None:
         segment_ids = np.zeros_like(inputs)
-    cache = model.init_cache(batch, length)
+    # All pieces have one shape, and lengths share few, so that few programs are compiled. What
+    # fills up the last piece comes after everything that counts.
+    piece = min(PIECE, 1 << (length - 1).bit_length())
+    filled = -(-length // piece) * piece
+    rows = [np.pad(x, ((0, 0), (0, filled - length))) for x in (inputs, targets, segment_ids)]
+    cache = model.init_cache(batch, filled)
     pieces = []
-    for start in range(0, length, PIECE):
-        part = np.s_[:, start : start + PIECE]
-        scores, cache = _read(graph, params, inputs[part], targets[part], segment_ids[part], cache)
+    for start in range(0, filled, piece):
+        part = [x[:, start : start + piece] for x in rows]
+        scores, cache = _read(graph, params, *part, cache)
         pieces.append(scores)
     loss, hit = (np.concatenate(x, axis=1) for x in zip(*jax.device_get(pieces), strict=True))
-    return Scores(loss, hit)
+    return Scores(loss[:, :length], hit[:, :length])
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=5)
