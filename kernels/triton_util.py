@@ -136,7 +136,7 @@ def call(
     num_stages: int,
     **constants: Any,
 ) -> Any:
-    """Launches a Triton kernel on `operands`, then pointers to `out`, in that order.
+    """Launches a Triton kernel on `operands`, then pointers to `out`, in that order: its arrays come first.
 
     Args:
       kernel: a function under `triton.jit`.
@@ -146,7 +146,7 @@ def call(
       grid: blocks along up to three axes; the first may pass 65,535.
       num_warps: warps a block.
       num_stages: depth of the software pipeline.
-      constants: the kernel's constexpr arguments; by name also numbers and arrays that are not first.
+      constants: the kernel's constexpr arguments, and numbers that it takes by name.
     """
     import jax_triton
 

@@ -170,7 +170,7 @@ def _prepare(inputs: Inputs, scale: float, chunk: int) -> Prepared:
 
 
 def _walk(inputs, prepared, starts, *, scale=1.0, values=True, output=False, states=False):
-    """(out, beta u of each chunk, state that enters each chunk, final state); None what is not asked for."""
+    """(out, beta u of each chunk, state that enters each chunk, final state); nothing where not asked."""
     from kernels.gated_delta_rule import triton_kernels
 
     q, k, v, _, beta = inputs
@@ -180,17 +180,16 @@ def _walk(inputs, prepared, starts, *, scale=1.0, values=True, output=False, sta
     tiles, chunk = gates.shape[:3], gates.shape[-1]
     key_dim, value_dim = starts.shape[2:]
     config = _config("states" if states else "forward", inputs, chunk)
-    shapes = {}
-    if output:
-        shapes["o"] = jax.ShapeDtypeStruct(v.shape, v.dtype)
-    if states:
-        shapes["u"] = jax.ShapeDtypeStruct((*tiles, value_dim, chunk), q.dtype)
-        shapes["states"] = jax.ShapeDtypeStruct((*tiles, value_dim, key_dim), q.dtype)
-    unwritten = {name: starts for name in ("o", "u", "states") if name not in shapes}
-    results = triton_util.call(
+    unwritten = jax.ShapeDtypeStruct((1,), q.dtype)
+    return triton_util.call(
         triton_kernels.forward_kernel,
         *(q, k, v, beta, gates, corrections, scores, starts),
-        out=(*shapes.values(), jax.ShapeDtypeStruct(starts.shape, jnp.float32)),
+        out=(
+            jax.ShapeDtypeStruct(v.shape, v.dtype) if output else unwritten,
+            jax.ShapeDtypeStruct((*tiles, value_dim, chunk), q.dtype) if states else unwritten,
+            jax.ShapeDtypeStruct((*tiles, value_dim, key_dim), q.dtype) if states else unwritten,
+            jax.ShapeDtypeStruct(starts.shape, jnp.float32),
+        ),
         grid=(_blocks(value_dim, config["BLOCK_V"]) * tiles[0] * tiles[1],),
         T=q.shape[1],
         scale=scale,
@@ -198,12 +197,9 @@ def _walk(inputs, prepared, starts, *, scale=1.0, values=True, output=False, sta
         VALUES=values,
         OUTPUT=output,
         STATES=states,
-        **unwritten,
         **_static(inputs, chunk),
         **config,
     )
-    named = dict(zip((*shapes, "last"), results, strict=True))
-    return tuple(named.get(name) for name in ("o", "u", "states", "last"))
 
 
 def _walk_back(inputs, prepared, d_out, d_ends, scale, *, states=False):
@@ -215,25 +211,23 @@ def _walk_back(inputs, prepared, d_out, d_ends, scale, *, states=False):
     tiles, chunk = gates.shape[:3], gates.shape[-1]
     key_dim, value_dim = d_ends.shape[2:]
     config = _config("reverse", inputs, chunk)
-    shapes = {}
-    if states:
-        shapes["d_v"] = jax.ShapeDtypeStruct(v.shape, v.dtype)
-        shapes["d_states"] = jax.ShapeDtypeStruct((*tiles, value_dim, key_dim), q.dtype)
-    unwritten = {name: d_ends for name in ("d_v", "d_states") if name not in shapes}
-    *written, d_starts = triton_util.call(
+    unwritten = jax.ShapeDtypeStruct((1,), q.dtype)
+    return triton_util.call(
         triton_kernels.reverse_kernel,
         *(q, k, gates, corrections, scores, d_out, d_ends),
-        out=(*shapes.values(), jax.ShapeDtypeStruct(d_ends.shape, jnp.float32)),
+        out=(
+            jax.ShapeDtypeStruct(v.shape, v.dtype) if states else unwritten,
+            jax.ShapeDtypeStruct((*tiles, value_dim, key_dim), q.dtype) if states else unwritten,
+            jax.ShapeDtypeStruct(d_ends.shape, jnp.float32),
+        ),
         grid=(_blocks(value_dim, config["BLOCK_V"]) * tiles[0] * tiles[1],),
         T=q.shape[1],
         scale=scale,
         V=value_dim,
         STATES=states,
-        **unwritten,
         **_static(inputs, chunk),
         **config,
     )
-    return *(written or (None, None)), d_starts
 
 
 def _gradient(inputs, gates, d_out, d_v, u, states, d_states, scale):
@@ -245,9 +239,9 @@ def _gradient(inputs, gates, d_out, d_v, u, states, d_states, scale):
     value_heads, value_dim = v.shape[2:]
     chunk = gates.shape[-1]
     config = _config("gradient", inputs, chunk)
-    columns = _blocks(key_dim, config["BLOCK_K"])
     # Value heads that share a key head add up in float32.
     per_head = q.dtype if value_heads == heads else jnp.float32
+    columns = _blocks(key_dim, config["BLOCK_K"])
     keys = jax.ShapeDtypeStruct((batch, length, value_heads, key_dim), per_head)
     gate_parts = jax.ShapeDtypeStruct((columns, batch, length, value_heads), jnp.float32)
     d_q, d_k, d_decay, d_beta = triton_util.call(
