@@ -50,38 +50,39 @@ def forward(
     from kernels.ccq_query import triton_kernels as kernels
 
     batch, length, heads, width = q.shape
-    chunk, chunks = _chunks(q, chunk_size)
+    chunk, chunks = _chunks(q, log_decay, chunk_size)
     static = {"H": heads, "K": width, "C": chunk}
     static |= {"HAS_DECAY": log_decay is not None, "CENTERED": centered}
     decay = lam if log_decay is None else log_decay  # not read without decay
-    mean, sigma = _normalised(initial_state, k[:, 0], centered)
 
     config = _tiles("states", q, chunk)
     tiles = -(-width // config["BI"]) * -(-width // config["BJ"])
-    counts, means, states, final_sigma = triton_util.call(
+    counts, means, states, *final = triton_util.call(
         kernels.states_kernel,
-        *(k, decay, initial_state.count, mean, sigma, length),
+        *(k, decay, *initial_state, length),
         out=(
             f32((batch, heads, chunks + 1)),
             f32((batch, heads, chunks + 1, width)),
             like(q, (batch, heads, chunks + 1, width, width)),
+            f32((batch, heads, width)),
             f32((batch, heads, width, width)),
         ),
         grid=(tiles * batch * heads,),
         **static,
         **config,
     )
+    config = _tiles("read", q, chunk, log_decay is not None)
     scalar, unused = f32((batch, length, heads)), f32((1,))
     out, p, mean_q, count, *_ = triton_util.call(
         kernels.read_kernel,
         *(q, k, lam, decay, q, counts, counts, means, states, length),
         out=(like(q), scalar, scalar, scalar, unused, unused, like(q, (1,)), unused, unused),
-        grid=(chunks * batch * heads,),
+        grid=(chunk // config["R"] * chunks * batch * heads,),
         BACKWARD=False,
         **static,
-        **_tiles("read", q, chunk),
+        **config,
     )
-    state = _raw(counts[..., -1], means[:, :, -1], final_sigma, centered)
+    state = CCQState(counts[..., -1], *final)
     inputs = (q, k, lam, log_decay)
     return out, state, Residuals(*inputs, counts, means, states, count, p, mean_q)
 
@@ -99,25 +100,27 @@ def backward(
 
     q, k, lam, log_decay, counts, means, states, count, p, mean_q = residuals
     batch, length, heads, width = q.shape
-    chunk, chunks = _chunks(q, chunk_size)
-    static = {"H": heads, "K": width, "C": chunk}
-    static |= {"HAS_DECAY": log_decay is not None, "CENTERED": centered}
-    decay = lam if log_decay is None else log_decay
+    has_decay = log_decay is not None
+    chunk, chunks = _chunks(q, log_decay, chunk_size)
+    static = {"H": heads, "K": width, "C": chunk, "HAS_DECAY": has_decay, "CENTERED": centered}
+    decay = log_decay if has_decay else lam
     scalar, unused = f32((batch, length, heads)), f32((1,))
     d_out = d_out.astype(q.dtype)
 
-    h_terms, kappa_terms = f32((batch, heads, chunks, width)), f32((batch, heads, chunks))
+    config = _tiles("read", q, chunk, has_decay)
+    blocks = chunk // config["R"]
+    terms = batch, heads, chunks, blocks
     d_q, p_g, mean_g, _, d_lam, past, shares, h_terms, kappa_terms = triton_util.call(
         kernels.read_kernel,
         *(d_out, k, lam, decay, q, p, counts, means, states, length),
         out=(
             *(like(q), scalar, scalar, unused, scalar, scalar),
-            *(like(q), h_terms, kappa_terms),
+            *(like(q), f32((*terms, width)), f32(terms)),
         ),
-        grid=(chunks * batch * heads,),
+        grid=(blocks * chunks * batch * heads,),
         BACKWARD=True,
         **static,
-        **_tiles("read", q, chunk),
+        **config,
     )
     config = _tiles("adjoint", q, chunk)
     parts = -(-width // config["BJ"])
@@ -134,19 +137,21 @@ def backward(
             f32((batch, heads, chunks, tiles)),
         ),
         grid=(tiles * batch * heads,),
+        BLOCKS=blocks,
         **static,
         **config,
     )
+    config = _tiles("keys", q, chunk, has_decay)
     d_k, d_log_decay = triton_util.call(
         kernels.keys_kernel,
         *(q, k, d_out, lam, decay, count, p, p_g, mean_q, mean_g, past, counts, means),
         *(kappas, hs, slopes, fs, crossings, length),
         out=(like(q), scalar),
-        grid=(chunks * batch * heads,),
+        grid=(chunk // config["R"] * chunks * batch * heads,),
         TILES=tiles,
         PARTS=parts,
         **static,
-        **_tiles("keys", q, chunk),
+        **config,
     )
     d_initial = _initial_gradient(residuals, d_out, d_state, mean_g, d_lam)
     d_lam = d_lam.astype(lam.dtype)
@@ -163,72 +168,52 @@ def like(x: Array, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype)
 
 
-def _chunks(q: Array, chunk_size: int | None) -> tuple[int, int]:
-    """Tokens a chunk and chunks. The scores of a chunk live in registers: 128 tokens at most."""
-    chunk = chunk_size or (64 if q.dtype == jnp.float32 else 128)
-    chunk = min(chunk, 64 if q.dtype == jnp.float32 else 128)
+def _chunks(q: Array, log_decay: Array | None, chunk_size: int | None) -> tuple[int, int]:
+    """Tokens a chunk, and chunks. Longer ones write fewer states, and take more work inside."""
+    most = 64 if q.dtype == jnp.float32 else 128
+    chunk = min(chunk_size or (most if log_decay is None else 64), most)
     return chunk, -(-q.shape[1] // chunk)
 
 
-def _tiles(kernel: str, q: Array, chunk: int) -> dict[str, int]:
+def _tiles(kernel: str, q: Array, chunk: int, has_decay: bool = False) -> dict[str, int]:
+    """Block sizes. With decays a program takes a whole chunk."""
     width = q.shape[-1]
+    full = q.dtype == jnp.float32
     # Narrower tiles of 16 bits are miscompiled: see `triton_kernels`.
-    widest = max(16 if q.dtype == jnp.float32 else 64, 1 << (width - 1).bit_length())
+    widest = max(16 if full else 64, 1 << (width - 1).bit_length())
     sequential = kernel in ("states", "adjoint")
 
-    def candidate(a: int, b: int, step: int, num_warps: int, num_stages: int) -> dict[str, int]:
-        sizes = {"BI": a, "BJ": b, "S": min(step, chunk)} if sequential else {"BK": a, "BN": b}
-        sizes = {name: min(size, widest) if name != "S" else size for name, size in sizes.items()}
+    def candidate(a: int, b: int, rows: int, num_warps: int, num_stages: int) -> dict[str, int]:
+        a, b, rows = min(a, widest), min(b, widest), min(rows, chunk)
+        if has_decay and not sequential:
+            num_warps, rows = num_warps * chunk // rows, chunk
+        sizes = {"BI": a, "BJ": b, "S": rows} if sequential else {"BK": a, "BN": b, "R": rows}
+        if kernel == "keys":
+            sizes["WHOLE"] = 0 if full or widest > 256 else widest
         return sizes | {"num_warps": num_warps, "num_stages": num_stages}
 
-    whole = widest if widest <= 256 else 64
-    if q.dtype == jnp.float32:
-        candidates = [candidate(32, 32, 32, 4, 1)]
+    if full:
+        candidates = [candidate(32, 32, 32 if sequential else 64, 4, 1)]
     elif sequential:
-        candidates = [candidate(128, 128, 64, 8, 3), candidate(64, 64, 64, 4, 2)]
+        candidates = [candidate(128, 128, 128, 8, 2), candidate(64, 64, 64, 4, 2)]
     else:
-        candidates = [candidate(whole if kernel == "read" else 64, 64, 0, 8, 2)]
-        candidates += [candidate(64, 64, 0, 8, 2)]
-    if kernel == "keys":
-        candidates = [c | {"WHOLE": whole if q.dtype != jnp.float32 and whole == widest else 0} for c in candidates]
+        whole = widest if kernel == "read" and widest <= 256 else 64
+        candidates = [candidate(whole, 64, 64, 4, 2), candidate(64, 64, 64, 4, 2)]
 
     def shared(config: Mapping[str, int]) -> int:
         stages = config["num_stages"]
         if sequential:
-            elements = stages * 2 * config["S"] * (config["BI"] + config["BJ"])
+            operands = 1 if kernel == "states" else 2
+            elements = stages * operands * config["S"] * (config["BI"] + config["BJ"])
         else:
-            a, b = config["BK"], config["BN"]
+            a, b, rows = config["BK"], config["BN"], config["R"]
             kept = config.get("WHOLE") or (a if a >= width else 0)
-            elements = chunk * kept + stages * (max(a, kept) + 2 * chunk) * b
-            elements = max(elements, stages * 3 * chunk * min(a, 64))
+            elements = rows * kept + stages * (max(a, kept) + 2 * chunk) * b
+            elements = max(elements, (rows + chunk) * kept, stages * (rows + 2 * chunk) * min(a, 64))
         return q.dtype.itemsize * elements
 
-    shape = triton_util.bucket(q.dtype, width)
+    shape = triton_util.bucket(q.dtype, width) + (" decay" if has_decay else "")
     return triton_util.choose(f"ccq_query.{kernel}", shape, candidates, shared)
-
-
-def _normalised(
-    state: CCQState, first_key: Float[Array, "B H K"], centered: bool
-) -> tuple[Float[Array, "B H K"], Float[Array, "B H K K"]]:
-    """Mean and Sigma. Of no tokens they are irrelevant, but the mean is the first chunk's origin."""
-    count = state.count[..., None]
-    seen = count > 0
-    mean = jnp.where(seen, state.key_sum / jnp.where(seen, count, 1), first_key)
-    sigma = state.key_outer / jnp.where(seen, count, 1)[..., None]
-    if centered:
-        sigma = sigma - mean[..., :, None] * mean[..., None, :]
-    return mean, jnp.where(seen[..., None], sigma, 0)
-
-
-def _raw(
-    count: Float[Array, "B H"],
-    mean: Float[Array, "B H K"],
-    sigma: Float[Array, "B H K K"],
-    centered: bool,
-) -> CCQState:
-    if centered:
-        sigma = sigma + mean[..., :, None] * mean[..., None, :]
-    return CCQState(count, count[..., None] * mean, count[..., None, None] * sigma)
 
 
 def _polynomial(d_state: CCQState, origin: Float[Array, "B H K"] | None) -> tuple[Array, ...]:

@@ -69,12 +69,15 @@ def column_sums(x):
 
 @triton.jit
 def states_kernel(
-    k, log_decay, count, mean, sigma, length,
-    counts, means, states, final_sigma,
+    k, log_decay, count, key_sum, key_outer, length,
+    counts, means, states, final_sum, final_outer,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
     BI: tl.constexpr, BJ: tl.constexpr, HAS_DECAY: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of Sigma over a whole sequence, S tokens a step; writes it at every chunk's start."""
+    """One tile of Sigma over a whole sequence, S tokens a step; writes it at every chunk's start.
+
+    The initial and final states are raw sums. No tokens have no mean: the first key stands for it.
+    """
     tiles_j: tl.constexpr = (K + BJ - 1) // BJ
     tiles: tl.constexpr = (K + BI - 1) // BI * tiles_j
     even_i: tl.constexpr = K % BI == 0
@@ -99,9 +102,15 @@ def states_kernel(
     RAW: tl.constexpr = (not HAS_DECAY) and (dtype != tl.float32)
 
     n = tl.load(count + sequence)
-    mean_i = load_vector(mean + sequence * K, i, K)
-    mean_j = load_vector(mean + sequence * K, j, K)
-    state = load_tile(sigma + sequence * K * K, i, K, K, j, K, even_j)
+    seen = n > 0
+    inverse = tl.where(seen, 1.0 / tl.where(seen, n, 1.0), 0.0)
+    sum_i = load_vector(key_sum + sequence * K, i, K) * inverse
+    sum_j = load_vector(key_sum + sequence * K, j, K) * inverse
+    mean_i = tl.where(seen, sum_i, load_vector(k, i, K))
+    mean_j = tl.where(seen, sum_j, load_vector(k, j, K))
+    state = load_tile(key_outer + sequence * K * K, i, K, K, j, K, even_j) * inverse
+    if CENTERED:
+        state -= sum_i[:, None] * sum_j[None, :]
     for step in range(0, chunks * steps):
         if step % steps == 0:
             store_tile(states, state, i, K, K, j, K, even_j)
@@ -163,9 +172,12 @@ def states_kernel(
             k_i = k_i * weight[:, None]
             state = state * kept + dot(tl.trans(k_i.to(dtype)), k_j.to(dtype))
     store_tile(states, state, i, K, K, j, K, even_j)
-    store_tile(final_sigma + sequence * K * K, state, i, K, K, j, K, even_j)
+    if CENTERED:
+        state += mean_i[:, None] * mean_j[None, :]
+    store_tile(final_outer + sequence * K * K, n * state, i, K, K, j, K, even_j)
     if tile_j == 0:
         tl.store(means + i, mean_i, mask=i < K)
+        tl.store(final_sum + sequence * K + i, n * mean_i, mask=i < K)
         if tile_i == 0:
             tl.store(counts, n)
 
@@ -174,56 +186,59 @@ def states_kernel(
 def read_kernel(
     q, k, lam, log_decay, other, other_p, counts, means, states, length,
     out, p, mean_q, count, d_lam, past, shares, h_terms, kappa_terms,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-    HAS_DECAY: tl.constexpr, CENTERED: tl.constexpr, BACKWARD: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, HAS_DECAY: tl.constexpr, CENTERED: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """One chunk's q - lam Sigma q, with p, q . mean and n.
+    """R tokens of a chunk: q - lam Sigma q, with p, q . mean and n. With decays R is C.
 
     BACKWARD: of g, with d_lam = -other . Sigma g, where `other` is q and `other_p` its p, instead of
-    n. Also, with a_t as of the chunk's start: a_t q_t, the chunk's terms of h and kappa and, with
+    n. Also, with a_t as of the chunk's start: a_t q_t, these tokens' terms of h and kappa and, with
     decays, the part of other . Sigma g that is the incoming state's.
     """
     even_k: tl.constexpr = K % BK == 0
     even_n: tl.constexpr = K % BN == 0
     WHOLE: tl.constexpr = BK >= K  # q stays in shared memory
+    blocks: tl.constexpr = C // R
     chunks = (length + C - 1) // C
-    sequence = (tl.program_id(0) // chunks).to(tl.int64)
-    chunk = tl.program_id(0) % chunks
+    sequence = (tl.program_id(0) // (chunks * blocks)).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    chunk = tl.program_id(0) // blocks % chunks
     batch, head = sequence // H, sequence % H
     at = tl.arange(0, C)
+    rows = block * R + tl.arange(0, R)
     left = length - chunk * C
-    live = at < left
+    live = rows < left
     stride: tl.constexpr = H * K
     token = batch * length + chunk * C
     tokens = token * stride + head * K
     q += tokens
     k += tokens
     out += tokens
-    scalar = token * H + head + at * H
+    scalar = token * H + head + rows * H
     entry = sequence * (chunks + 1) + chunk
     means += entry * K
     states += entry * K * K
     dtype: tl.constexpr = q.dtype.element_ty
     column = tl.arange(0, BK)
 
-    shift = tl.zeros([C], tl.float32)
+    shift = tl.zeros([R], tl.float32)
     if WHOLE:
-        q_whole = load_tile(q, at, left, stride, column, K, even_k)
+        q_whole = load_tile(q, rows, left, stride, column, K, even_k)
         k_whole = load_tile(k, at, left, stride, column, K, even_k)
         scores = dot(q_whole, tl.trans(k_whole))
         if CENTERED:
             shift = times_vector(q_whole, load_vector(means, column, K))
     else:
-        scores = tl.zeros([C, C], tl.float32)
+        scores = tl.zeros([R, C], tl.float32)
         for start in range(0, K, BK):
-            q_tile = load_tile(q, at, left, stride, start + column, K, even_k)
+            q_tile = load_tile(q, rows, left, stride, start + column, K, even_k)
             k_tile = load_tile(k, at, left, stride, start + column, K, even_k)
             scores += dot(q_tile, tl.trans(k_tile))
             if CENTERED:
                 shift += times_vector(q_tile, load_vector(means, start + column, K))
-    causal = (at[:, None] >= at[None, :]) & live[None, :]
+    causal = (rows[:, None] >= at[None, :]) & (at < left)[None, :]
     incoming = tl.load(counts + entry)
-    since = tl.full([C], 1.0, tl.float32)
+    since = tl.full([R], 1.0, tl.float32)
     if HAS_DECAY:
         coarse, fine, resets, _ = cumulative_decay(log_decay + token * H + head, at, left, H)
         gap = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
@@ -235,8 +250,8 @@ def read_kernel(
         n = tl.where(live, n, 1.0)
         weight = weight / n[:, None]
     else:
-        old = incoming + tl.zeros([C], tl.float32)
-        n = incoming + 1.0 + at.to(tl.float32)
+        old = incoming + tl.zeros([R], tl.float32)
+        n = incoming + 1.0 + rows.to(tl.float32)
         weight = tl.where(causal, (1.0 / n)[:, None], 0.0)
     kept = old / n
     if CENTERED:
@@ -244,7 +259,7 @@ def read_kernel(
         average = tl.sum(weight * scores, 1)
         scores = scores - average[:, None]
     else:
-        average = tl.zeros([C], tl.float32)
+        average = tl.zeros([R], tl.float32)
     weights = (weight * scores).to(dtype)
     total = tl.sum(weights.to(tl.float32), 1)
     strength = tl.load(lam + scalar, mask=live, other=0.0).to(tl.float32)
@@ -252,22 +267,22 @@ def read_kernel(
         share = -strength * since / n
         p_other = tl.load(other_p + scalar, mask=live, other=0.0)
 
-    projected = tl.zeros([C], tl.float32)
-    projected_past = tl.zeros([C], tl.float32)
+    projected = tl.zeros([R], tl.float32)
+    projected_past = tl.zeros([R], tl.float32)
     for first in range(0, K, BN):
         n_column = first + tl.arange(0, BN)
         if WHOLE:
             state = load_tile(states, column, K, K, n_column, K, even_n)
             read = dot(q_whole, state)
         else:
-            read = tl.zeros([C, BN], tl.float32)
+            read = tl.zeros([R, BN], tl.float32)
             for start in range(0, K, BK):
-                q_tile = load_tile(q, at, left, stride, start + column, K, even_k)
+                q_tile = load_tile(q, rows, left, stride, start + column, K, even_k)
                 state = load_tile(states, start + column, K, K, n_column, K, even_n)
                 read += dot(q_tile, state)
         read = read * kept[:, None]
         if BACKWARD:
-            x = load_tile(other + tokens, at, left, stride, n_column, K, even_n).to(tl.float32)
+            x = load_tile(other + tokens, rows, left, stride, n_column, K, even_n).to(tl.float32)
             if HAS_DECAY:
                 projected_past += tl.sum(x * read, 1)
         k_tile = load_tile(k, at, left, stride, n_column, K, even_n)
@@ -275,26 +290,26 @@ def read_kernel(
         if CENTERED:
             origin = load_vector(means, n_column, K)
             read -= total[:, None] * origin[None, :]
-        q_tile = load_tile(q, at, left, stride, n_column, K, even_n).to(tl.float32)
+        q_tile = load_tile(q, rows, left, stride, n_column, K, even_n).to(tl.float32)
         clean = q_tile - strength[:, None] * read
-        store_tile(out, clean, at, left, stride, n_column, K, even_n)
+        store_tile(out, clean, rows, left, stride, n_column, K, even_n)
         if BACKWARD:
             projected += tl.sum(x * read, 1)
             x = x * share[:, None]
-            store_tile(shares + tokens, x, at, left, stride, n_column, K, even_n)
+            store_tile(shares + tokens, x, rows, left, stride, n_column, K, even_n)
             if CENTERED:
                 terms = x * average[:, None] + q_tile * (share * p_other)[:, None]
                 h_term = -tl.sum(terms, 0)
             else:
                 h_term = tl.zeros([BN], tl.float32)
-            term = (sequence * chunks + chunk) * K + n_column
+            term = ((sequence * chunks + chunk) * blocks + block) * K + n_column
             tl.store(h_terms + term, h_term, mask=n_column < K)
     tl.store(p + scalar, average, mask=live)
     tl.store(mean_q + scalar, average + shift, mask=live)
     if BACKWARD:
         tl.store(d_lam + scalar, -projected, mask=live)
         kappa = tl.sum(share * (average * p_other - projected), 0)
-        tl.store(kappa_terms + sequence * chunks + chunk, kappa)
+        tl.store(kappa_terms + (sequence * chunks + chunk) * blocks + block, kappa)
         if HAS_DECAY:
             tl.store(past + scalar, projected_past, mask=live)
     else:
@@ -306,13 +321,15 @@ def adjoint_kernel(
     shares, g, log_decay, h_terms, kappa_terms, counts, means, states, kappa_end, h_end, f_end, length,
     kappas, hs, slopes, fs, crossings,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
-    BI: tl.constexpr, BJ: tl.constexpr, HAS_DECAY: tl.constexpr, CENTERED: tl.constexpr,
+    BI: tl.constexpr, BJ: tl.constexpr, BLOCKS: tl.constexpr,
+    HAS_DECAY: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     """One tile of F from the last token to the first, S a step; writes phi as every chunk's end sees it.
 
     `shares` is a_t q_t as of the chunk's start. kappa and h are sums over tiles: each tile writes the
     part that its F and its share made. `slopes` is h - F origin, the gradient at a key of 0. With
-    decays also the sum of phi over all keys before the chunk, from the state at its start.
+    decays also the sum of phi over all keys before the chunk, from the state at its start. BLOCKS: in
+    how many parts a chunk's terms come.
     """
     tiles_j: tl.constexpr = (K + BJ - 1) // BJ
     tiles: tl.constexpr = (K + BI - 1) // BI * tiles_j
@@ -332,8 +349,8 @@ def adjoint_kernel(
     shares += batch * length * stride + head * K
     g += batch * length * stride + head * K
     log_decay += batch * length * H + head
-    h_terms += sequence * chunks * K
-    kappa_terms += sequence * chunks
+    h_terms += sequence * chunks * BLOCKS * K
+    kappa_terms += sequence * chunks * BLOCKS
     counts += sequence * (chunks + 1)
     means += sequence * (chunks + 1) * K
     states += sequence * (chunks + 1) * K * K
@@ -386,8 +403,10 @@ def adjoint_kernel(
                 f *= carried
                 h *= carried
                 kappa *= carried
-            h += first_j * load_vector(h_terms + chunk * K, i, K)
-            kappa += first * tl.load(kappa_terms + chunk)
+            for block in tl.static_range(BLOCKS):
+                term = chunk * BLOCKS + block
+                h += first_j * load_vector(h_terms + term * K, i, K)
+                kappa += first * tl.load(kappa_terms + term)
         left = length - step * S
         token = (step * S).to(tl.int64) * stride
         g_i = load_tile(g + token, at, left, stride, i, K, even_i)
@@ -403,22 +422,25 @@ def keys_kernel(
     q, k, g, lam, log_decay, count, p, p_g, mean_q, mean_g, past, counts, means,
     kappas, hs, slopes, fs, crossings, length,
     d_k, d_log_decay,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-    TILES: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
     HAS_DECAY: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """One chunk's gradients of the keys and, with decays, of the log decays.
+    """The gradients of R keys of a chunk and, with decays, where R is C, of the log decays.
 
     TILES, PARTS: into how many parts the sequence's pass split kappa, and h. WHOLE: K rounded up to a
     power of two if the keys stay in shared memory, else 0.
     """
     even_k: tl.constexpr = K % BK == 0
     even_n: tl.constexpr = K % BN == 0
+    blocks: tl.constexpr = C // R
     chunks = (length + C - 1) // C
-    sequence = (tl.program_id(0) // chunks).to(tl.int64)
-    chunk = tl.program_id(0) % chunks
+    sequence = (tl.program_id(0) // (chunks * blocks)).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    chunk = tl.program_id(0) // blocks % chunks
     batch, head = sequence // H, sequence % H
     at = tl.arange(0, C)
+    rows = block * R + tl.arange(0, R)
     left = length - chunk * C
     live = at < left
     stride: tl.constexpr = H * K
@@ -438,10 +460,10 @@ def keys_kernel(
     column = tl.arange(0, BK)
 
     # Transposed scores: key j is the row, query t the column.
-    scores_q = tl.zeros([C, C], tl.float32)
-    scores_g = tl.zeros([C, C], tl.float32)
+    scores_q = tl.zeros([R, C], tl.float32)
+    scores_g = tl.zeros([R, C], tl.float32)
     for start in range(0, K, BK):
-        k_tile = load_tile(k, at, left, stride, start + column, K, even_k)
+        k_tile = load_tile(k, rows, left, stride, start + column, K, even_k)
         q_tile = load_tile(q, at, left, stride, start + column, K, even_k)
         g_tile = load_tile(g, at, left, stride, start + column, K, even_k)
         scores_q += dot(k_tile, tl.trans(q_tile))
@@ -450,7 +472,7 @@ def keys_kernel(
     scores_g = scores_g - tl.load(mean_g + scalar, mask=live, other=0.0)[None, :]
     n = tl.load(count + scalar, mask=live, other=1.0)
     share = -tl.load(lam + scalar, mask=live, other=0.0).to(tl.float32)
-    causal = (at[:, None] <= at[None, :]) & live[None, :]
+    causal = (rows[:, None] <= at[None, :]) & live[None, :]
     if HAS_DECAY:
         coarse, fine, resets, reset = cumulative_decay(log_decay + token * H + head, at, left, H)
         gap = (coarse[None, :] - coarse[:, None]) + (fine[None, :] - fine[:, None])
@@ -476,18 +498,18 @@ def keys_kernel(
     weight_q = (weight * scores_q).to(dtype)
     weight_g = (weight * scores_g).to(dtype)
 
-    polynomial = tl.zeros([C], tl.float32)
+    polynomial = tl.zeros([R], tl.float32)
     if WHOLE > 0:
-        k_whole = load_tile(k, at, left, stride, tl.arange(0, WHOLE), K, K == WHOLE)
+        k_whole = load_tile(k, rows, left, stride, tl.arange(0, WHOLE), K, K == WHOLE)
     for first in range(0, K, BN):
         n_column = first + tl.arange(0, BN)
         if WHOLE > 0:
             f = load_tile(fs, tl.arange(0, WHOLE), K, K, n_column, K, even_n)
             d_tile = dot(k_whole, f)
         else:
-            d_tile = tl.zeros([C, BN], tl.float32)
+            d_tile = tl.zeros([R, BN], tl.float32)
             for start in range(0, K, BK):
-                k_tile = load_tile(k, at, left, stride, start + column, K, even_k)
+                k_tile = load_tile(k, rows, left, stride, start + column, K, even_k)
                 f = load_tile(fs, start + column, K, K, n_column, K, even_n)
                 d_tile += dot(k_tile, f)
         slope = load_vector(slopes, n_column, K)
@@ -498,7 +520,7 @@ def keys_kernel(
             h = load_vector(hs, n_column, K)
             for part in tl.static_range(1, PARTS):
                 h += load_vector(hs + part * K, n_column, K)
-            delta = load_tile(k, at, left, stride, n_column, K, even_n).to(tl.float32)
+            delta = load_tile(k, rows, left, stride, n_column, K, even_n).to(tl.float32)
             delta -= load_origin(means, n_column, K, CENTERED)[None, :]
             polynomial += tl.sum(0.5 * delta * (d_tile + h[None, :]), 1)
             d_tile *= to_end[:, None]
@@ -506,7 +528,7 @@ def keys_kernel(
         d_tile += dot(weight_q, g_tile)
         q_tile = load_tile(q, at, left, stride, n_column, K, even_n)
         d_tile += dot(weight_g, q_tile)
-        store_tile(d_k, d_tile, at, left, stride, n_column, K, even_n)
+        store_tile(d_k, d_tile, rows, left, stride, n_column, K, even_n)
 
     if HAS_DECAY:
         kappa = 0.0
