@@ -17,10 +17,10 @@ from ml_collections import config_flags
 from ccq_jax.evaluation import PARTS, evaluate
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file under configs/, as FILE[:SIZE].")
-_WORKDIR = flags.DEFINE_string("workdir", None, "The directory that train.py wrote.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The directory that train.py wrote.", required=True)
 _STEP = flags.DEFINE_string("step", "latest", "latest, best, or the step of a checkpoint.")
 _PARTS = flags.DEFINE_list("parts", list(PARTS), f"Some of {', '.join(PARTS)}.")
-flags.mark_flags_as_required(["config", "workdir"])
+flags.mark_flag_as_required("config")
 
 
 def main(argv: list[str]) -> None:

@@ -17,8 +17,14 @@ def length(results: dict) -> Figure:
         label = f"context {context}: {row['documents']} documents"
         axes.plot(row["positions"], row["perplexity"], "o-", color=colour, ms=4, label=label)
     axes.axvline(results["trained"], color=BASELINE, linestyle="--", linewidth=1.2)
-    note = {"xycoords": ("data", "axes fraction"), "fontsize": 8, "color": BASELINE}
-    axes.annotate(" trained length", (results["trained"], 0.02), **note)
+    axes.text(
+        results["trained"],
+        0.02,
+        " trained length",
+        transform=axes.get_xaxis_transform(),
+        fontsize=8,
+        color=BASELINE,
+    )
     axes.set(title="Perplexity by position", xlabel="position (tokens)", ylabel="perplexity")
     axes.set_xlim(0, None)
     axes.legend()
