@@ -1,4 +1,4 @@
-"""Evaluates a trained run: validation loss, perplexity by position, recall by length.
+r"""Evaluates a trained run: validation loss, perplexity by position, recall by length.
 
     python eval.py --config=configs/ccq_gdn.py --workdir=runs/ccq_gdn
     python eval.py --config=configs/ccq_gdn.py --workdir=runs/ccq_gdn --parts=length \

@@ -1,4 +1,4 @@
-"""Gated DeltaNet whose queries are conditioned on the keys' covariance (CCQ).
+r"""Gated DeltaNet whose queries are conditioned on the keys' covariance (CCQ).
 
 The main run. `tiny` trains on the running Python's own library source, as bytes.
 

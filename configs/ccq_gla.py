@@ -1,4 +1,4 @@
-"""Gated linear attention whose queries are conditioned on the keys' covariance (CCQ).
+r"""Gated linear attention whose queries are conditioned on the keys' covariance (CCQ).
 
 `tiny` trains on the running Python's own library source, as bytes.
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet, plain: the baseline of ccq_gdn.py.
+r"""Gated DeltaNet, plain: the baseline of ccq_gdn.py.
 
 `tiny` trains on the running Python's own library source, as bytes.
 

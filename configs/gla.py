@@ -1,4 +1,4 @@
-"""Gated linear attention, plain: the baseline of ccq_gla.py.
+r"""Gated linear attention, plain: the baseline of ccq_gla.py.
 
 `tiny` trains on the running Python's own library source, as bytes.
 

@@ -1,4 +1,4 @@
-"""A Llama-like transformer (RoPE, SwiGLU): the softmax baseline, Transformer++.
+r"""A Llama-like transformer (RoPE, SwiGLU): the softmax baseline, Transformer++.
 
 `tiny` trains on the running Python's own library source, as bytes.
 
