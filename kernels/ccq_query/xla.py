@@ -83,7 +83,11 @@ def forward(
     last, past = _moments(dot, x, decays, initial_state, centered)
     keys = x.k - _origins(x, past, centered)
     read = _read(dot, x.q, keys, _weights(decays, past), past.cov, centered)
-    return chunk.join(x.q - x.lam * read.out, q), _to_sums(last, centered), (inputs, past)
+    return (
+        chunk.join(x.q - x.lam * read.out, q),
+        _to_sums(last, centered),
+        (inputs, past),
+    )
 
 
 def backward(
@@ -105,7 +109,7 @@ def backward(
     d_read = -x.lam * d_clean
     of_q = _read(dot, x.q, keys, weights, past.cov, centered)
     of_d = _read(dot, d_read, keys, weights, jnp.swapaxes(past.cov, -1, -2), centered)
-    product = (d_read * of_q.out).sum(-1, keepdims=True)
+    product = chunk.row_dot(d_read, of_q.out)
 
     d_initial, later = _state_gradients(
         dot, x.q, d_read, of_q, of_d, product, weights, origins, d_state
@@ -113,12 +117,22 @@ def backward(
     d_key = later.linear + dot(keys, later.square + jnp.swapaxes(later.square, -1, -2))
     d_key = weights.decays.end * d_key
     d_key += dot.tn(of_q.coefficients, d_read) + dot.tn(of_d.coefficients, x.q)
-    d_lam = -(d_clean * of_q.out).sum(-1)
+    d_lam = -chunk.row_dot(d_clean, of_q.out)[..., 0]
     q, k, lam, log_decay = inputs
     d_log_decay = None
     if log_decay is not None:
         gradient = _log_decay_gradient(
-            dot, x.q, d_read, keys, of_q, of_d, product, weights, past, past.mean - origins, later
+            dot,
+            x.q,
+            d_read,
+            keys,
+            of_q,
+            of_d,
+            product,
+            weights,
+            past,
+            past.mean - origins,
+            later,
         )
         d_log_decay = chunk.join(gradient, log_decay)
     return (
@@ -135,7 +149,9 @@ def _chunks(
 ) -> Chunks:
     tokens = q.shape[1]
     length = chunk.length_for(tokens, chunk_size)
-    q, k, lam, log_decay = jax.tree.map(lambda y: chunk.split(y, length), (q, k, lam, log_decay))
+    q, k, lam, log_decay = jax.tree.map(
+        lambda y: chunk.split(y, length), (q, k, lam, log_decay)
+    )
     valid = (jnp.arange(q.shape[0] * length) < tokens).reshape(-1, 1, 1, length, 1)
     return Chunks(q, k, lam[..., None], log_decay, valid)
 
@@ -143,9 +159,7 @@ def _chunks(
 def _decays(x: Chunks) -> chunk.Decays:
     """Decays of the chunks; a key after the last token weighs nothing."""
     if x.log_decay is None:
-        size = x.k.shape[-2]
-        one = jnp.ones((size, 1))
-        start, end, pairs = one, one, jnp.tril(jnp.ones((size, size)))
+        start, end, pairs = chunk.no_decays(x.k.shape[-2])
     else:
         start, end, pairs = chunk.scalar_decays(x.log_decay)
     return chunk.Decays(start, end * x.valid, pairs * jnp.swapaxes(x.valid, -1, -2))
@@ -157,7 +171,7 @@ def _moments(
     """The statistics after the last chunk, and those before each."""
     count = decays.end.sum(-2, keepdims=True)
     share = decays.end / count
-    mean = (share * x.k).sum(-2, keepdims=True)
+    mean = chunk.exact.tn(share, x.k)
     keys = x.k - mean if centered else x.k
     own = Moments(count, mean, dot.tn(share * keys, keys))
 
@@ -221,10 +235,10 @@ def _read(
     """
     scores = dot.nt(x, keys)
     if centered:
-        self_score = (x * keys).sum(-1, keepdims=True)
+        self_score = chunk.row_dot(x, keys)
         below = jnp.tril(weights.pairs, -1)
         relative = scores - self_score
-        mean = (below * relative).sum(-1, keepdims=True) - weights.past * self_score
+        mean = chunk.row_dot(below, relative) - weights.past * self_score
         deviation = relative - mean
         past_deviation = -(self_score + mean)
         coefficients = below * deviation
@@ -254,7 +268,7 @@ def _state_gradients(
     weight = weights.decays.start / weights.count
 
     def total(x):
-        return (weight * x).sum(-2, keepdims=True)
+        return chunk.exact.tn(weight, x)
 
     inside = Quadratic(
         total(of_q.mean * of_d.mean - product),
@@ -274,7 +288,10 @@ def _state_gradients(
     # The first chunk's gradient goes on to the origin 0 of the sums that a caller holds.
     previous = jnp.concatenate([jnp.zeros_like(origins[:1]), origins[:-1]])
     first, later = jax.lax.scan(
-        step, _move(last, origins[-1]), (inside, whole, previous - origins), reverse=True
+        step,
+        _move(last, origins[-1]),
+        (inside, whole, previous - origins),
+        reverse=True,
     )
     state = CCQState(first.constant[..., 0, 0], first.linear[..., 0, :], first.square)
     return state, later
@@ -282,10 +299,9 @@ def _state_gradients(
 
 def _move(f: Quadratic, by: Float[Array, "B H 1 K"]) -> Quadratic:
     """The same function of the key, about an origin moved by `by`."""
-    dot = chunk.Dot(jnp.dtype("float32"))
-    half = dot(by, f.square)
-    constant = f.constant + ((f.linear + half) * by).sum(-1, keepdims=True)
-    return Quadratic(constant, f.linear + half + dot.nt(by, f.square), f.square)
+    half = chunk.exact(by, f.square)
+    constant = f.constant + chunk.row_dot(f.linear + half, by)
+    return Quadratic(constant, f.linear + half + chunk.exact.nt(by, f.square), f.square)
 
 
 def _log_decay_gradient(
@@ -302,13 +318,14 @@ def _log_decay_gradient(
     later: Quadratic,
 ) -> Float[Array, "N B H C"]:
     pairs = weights.pairs * (of_q.deviation * of_d.deviation - product)
-    of_cov = (d_read * dot.nt(q, past.cov)).sum(-1, keepdims=True)
-    start = weights.past * (of_cov + of_q.past_deviation * of_d.past_deviation - product)
-    at_key = later.constant + ((later.linear + dot(keys, later.square)) * keys).sum(
-        -1, keepdims=True
+    of_cov = chunk.row_dot(d_read, dot.nt(q, past.cov))
+    start = weights.past * (
+        of_cov + of_q.past_deviation * of_d.past_deviation - product
     )
-    of_past = later.constant + (later.linear * past_mean).sum(-1, keepdims=True)
-    of_past += (later.square * past.cov).sum((-2, -1), keepdims=True)
-    through = weights.decays.whole * past.count * of_past
-    start = start[..., 0].at[..., -1].add(through[..., 0, 0])
-    return chunk.log_decay_gradient(start, (weights.decays.end * at_key)[..., 0], pairs)
+    at_keys = later.constant + chunk.row_dot(
+        later.linear + dot(keys, later.square), keys
+    )
+    at_past = later.constant + chunk.row_dot(later.linear, past_mean)
+    at_past += chunk.row_dot(later.square, past.cov).sum(-2, keepdims=True)
+    whole = weights.decays.whole * past.count * at_past
+    return chunk.log_decay_gradient(start, weights.decays.end * at_keys, whole, pairs)

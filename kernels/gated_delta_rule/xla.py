@@ -137,16 +137,16 @@ def _inner_gradients(
     d_q = decays.start * d_query + dot(d_scores, x.k)
     d_k = decays.start * d_read + decays.end * d_key
     d_k = d_k + dot.tn(d_scores, x.q) + dot(d_keys + jnp.swapaxes(d_keys, -1, -2), x.k)
-    d_beta = (d_write * error).sum(-1) + (d_lower * products.keys).sum(-1)
+    row_dot = chunk.row_dot
+    d_beta = row_dot(d_write, error) + row_dot(d_lower, products.keys)
 
-    from_start = decays.start[..., 0] * ((x.q * d_query) + (x.k * d_read)).sum(-1)
-    through = (decays.whole * states * d_states).sum((-2, -1))
-    from_start = from_start.at[..., -1].add(through)
-    to_end = decays.end[..., 0] * (x.k * d_key).sum(-1)
+    start = decays.start * (row_dot(x.q, d_query) + row_dot(x.k, d_read))
+    through = decays.whole * row_dot(states, d_states).sum(-2, keepdims=True)
+    end = decays.end * row_dot(x.k, d_key)
     pairs = d_scores * scores + d_keys * products.keys
-    d_log_decay = chunk.log_decay_gradient(from_start, to_end, pairs)
+    d_log_decay = chunk.log_decay_gradient(start, end, through, pairs)
     d_q, d_k = (y.sum(3, keepdims=True) for y in (d_q, d_k))
-    return d_q, d_k, x.beta * d_write, d_log_decay, d_beta
+    return d_q, d_k, x.beta * d_write, d_log_decay, d_beta[..., 0]
 
 
 def _chunks(
@@ -154,12 +154,15 @@ def _chunks(
 ) -> Chunks:
     length = chunk.length_for(q.shape[1], chunk_size)
     split = [
-        _split_heads(chunk.split(y, length), q.shape[2]) for y in (q, k, v, log_decay, beta)
+        _split_heads(chunk.split(y, length), q.shape[2])
+        for y in (q, k, v, log_decay, beta)
     ]
     return Chunks(*split[:4], split[4][..., None])
 
 
-def _split_heads(x: Float[Array, "N B HV *C"], key_heads: int) -> Float[Array, "N B H G *C"]:
+def _split_heads(
+    x: Float[Array, "N B HV *C"], key_heads: int
+) -> Float[Array, "N B H G *C"]:
     return x.reshape(*x.shape[:2], key_heads, -1, *x.shape[3:])
 
 
@@ -180,11 +183,10 @@ def inverse_of_unit_lower(lower: Float[Array, "*N C C"]) -> Float[Array, "*N C C
     Each joins the inverses of pairs of diagonal blocks: [[A, 0], [-B M A, B]]. Unlike a product of
     powers of `lower`, no intermediate is larger than the result, also where keys are nearly parallel.
     """
-    dot = chunk.Dot(jnp.dtype("float32"))
     size = lower.shape[-1]
     inverse = jnp.ones((*lower.shape[:-1], 1, 1), jnp.float32)
-    length = 1
-    while length < size:
+    while inverse.shape[-1] < size:
+        length = inverse.shape[-1]
         below = jnp.stack(
             [
                 lower[..., i + length : i + 2 * length, i : i + length]
@@ -192,7 +194,8 @@ def inverse_of_unit_lower(lower: Float[Array, "*N C C"]) -> Float[Array, "*N C C
             ],
             -3,
         )
-        first, second = chunk.halves(inverse)
-        inverse = chunk.join_halves(first, second, -dot(second, dot(below, first)))
-        length *= 2
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        inverse = chunk.join_blocks(
+            inverse, -chunk.exact(second, chunk.exact(below, first))
+        )
     return inverse[..., 0, :, :]

@@ -9,6 +9,7 @@ from j to i:
 Only S goes from chunk to chunk, and its gradient back. The backward keeps S and recomputes the rest.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels import chunk
+
+
+class Keys(NamedTuple):
+    """Queries, keys and decays by chunk, in float32; a decay of a head has D = 1, of a channel D = K."""
+
+    q: Float[Array, "N B H C K"]
+    k: Float[Array, "N B H C K"]
+    log_decay: Float[Array, "N B H C D"] | None
 
 
 class Scores(NamedTuple):
@@ -39,15 +48,17 @@ def forward(
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Any]:
     """Outputs, final state and residuals; see `kernels.gated_linear_attention`."""
     inputs = (q, k, v, log_decay)
-    *keys, values = _chunks(*inputs, chunk_size)
+    keys, values = _chunks(*inputs, chunk_size)
     dot = chunk.Dot(q.dtype)
-    scores = _scores(dot, *keys)
+    scores = _scores(dot, keys)
 
     def step(state, chunk_inputs):
         whole, written = chunk_inputs
         return whole * state + written, state
 
-    state, states = jax.lax.scan(step, initial_state, (scores.whole, dot.tn(scores.end, values)))
+    state, states = jax.lax.scan(
+        step, initial_state, (scores.whole, dot.tn(scores.end, values))
+    )
     out = scale * (dot(scores.start, states) + dot(scores.pairs, values))
     return chunk.join(out, v), state, (inputs, states)
 
@@ -62,9 +73,9 @@ def backward(
 ) -> tuple[Array | None, ...]:
     """Gradients of (q, k, v, log_decay, initial_state)."""
     inputs, states = residuals
-    *keys, values = _chunks(*inputs, chunk_size)
+    keys, values = _chunks(*inputs, chunk_size)
     dot = chunk.Dot(inputs[0].dtype)
-    scores, pull_back = jax.vjp(lambda *keys: _scores(dot, *keys), *keys)
+    scores = _scores(dot, keys)
     d_out = scale * chunk.split(d_out, values.shape[-2])
 
     def step(d_state, chunk_inputs):
@@ -77,59 +88,141 @@ def backward(
     d_scores = Scores(
         start=dot.nt(d_out, states),
         end=dot.nt(values, d_states),
-        whole=(states * d_states).sum(-1, keepdims=True),
+        whole=chunk.row_dot(states, d_states),
         pairs=jnp.tril(dot.nt(d_out, values)),
     )
     d_values = dot.tn(scores.pairs, d_out) + dot(scores.end, d_states)
-    d_q, d_k, d_log_decay = pull_back(d_scores)
-    gradients = (d_q, d_k, d_values, d_log_decay)
+    d_keys = _keys_gradients(dot, keys, d_scores)
     q, k, v, log_decay = inputs
     return (
-        chunk.join(d_q, q),
-        chunk.join(d_k, k),
+        chunk.join(d_keys.q, q),
+        chunk.join(d_keys.k, k),
         chunk.join(d_values, v),
-        None if log_decay is None else chunk.join(d_log_decay, log_decay),
+        None if log_decay is None else chunk.join(d_keys.log_decay, log_decay),
         d_initial,
     )
 
 
-def _chunks(q: Array, k: Array, v: Array, log_decay: Array | None, chunk_size: int | None) -> Any:
+def _chunks(
+    q: Array, k: Array, v: Array, log_decay: Array | None, chunk_size: int | None
+) -> tuple[Keys, Float[Array, "N B H C V"]]:
     length = chunk.length_for(q.shape[1], chunk_size)
-    q, k, v, log_decay = jax.tree.map(lambda x: chunk.split(x, length), (q, k, v, log_decay))
-    return q, k, log_decay, v
+    keys = jax.tree.map(lambda x: chunk.split(x, length), Keys(q, k, log_decay))
+    return keys, chunk.split(v, length)
 
 
-def _scores(dot: chunk.Dot, q: Array, k: Array, log_decay: Array | None) -> Scores:
-    if log_decay is not None and log_decay.shape[-1] > 1:
-        return _channel_scores(dot, q, k, log_decay)
-    width = (*q.shape[:-2], q.shape[-1], 1)
-    if log_decay is None:
-        whole = jax.lax.full_like(q, 1, shape=width)
-        return Scores(q, k, whole, jnp.tril(dot.nt(q, k)))
-    decays = chunk.scalar_decays(log_decay[..., 0])
-    whole = jnp.broadcast_to(decays.whole, width)
-    return Scores(q * decays.start, k * decays.end, whole, decays.pairs * dot.nt(q, k))
+def _by_channel(keys: Keys) -> bool:
+    return keys.log_decay is not None and keys.log_decay.shape[-1] > 1
 
 
-def _channel_scores(
-    dot: chunk.Dot,
-    q: Float[Array, "N B H C K"],
-    k: Float[Array, "N B H C K"],
-    log_decay: Float[Array, "N B H C K"],
-) -> Scores:
-    """Scores of blocks of 1, 2, 4, ... tokens, each from its two halves and what the second reads of the first.
+def _scores(dot: chunk.Dot, keys: Keys) -> Scores:
+    if _by_channel(keys):
+        return _channel_scores(dot, keys)
+    decays = _head_decays(keys)
+    pairs = decays.pairs * dot.nt(keys.q, keys.k)
+    whole = jnp.broadcast_to(decays.whole, (*keys.q.shape[:-2], keys.q.shape[-1], 1))
+    return Scores(keys.q * decays.start, keys.k * decays.end, whole, pairs)
 
-    A query is decayed from the middle to its token, and a key from its token to the middle, so both
-    factors are at most 1, at any decay.
+
+def _keys_gradients(dot: chunk.Dot, keys: Keys, d: Scores) -> Keys:
+    """Gradients of queries, keys and log_decay, given those of the scores."""
+    if _by_channel(keys):
+        return _channel_gradients(dot, keys, d)
+    decays = _head_decays(keys)
+    d_pairs = decays.pairs * d.pairs
+    d_q = decays.start * d.start + dot(d_pairs, keys.k)
+    d_k = decays.end * d.end + dot.tn(d_pairs, keys.q)
+    if keys.log_decay is None:
+        return Keys(d_q, d_k, None)
+    start = decays.start * chunk.row_dot(keys.q, d.start)
+    end = decays.end * chunk.row_dot(keys.k, d.end)
+    whole = decays.whole * d.whole.sum(-2, keepdims=True)
+    pairs = d_pairs * dot.nt(keys.q, keys.k)
+    return Keys(d_q, d_k, chunk.log_decay_gradient(start, end, whole, pairs)[..., None])
+
+
+def _head_decays(keys: Keys) -> chunk.Decays:
+    if keys.log_decay is None:
+        return chunk.no_decays(keys.q.shape[-2])
+    return chunk.scalar_decays(keys.log_decay[..., 0])
+
+
+def _channel_scores(dot: chunk.Dot, keys: Keys) -> Scores:
+    """Scores of blocks of 1, 2, 4, ... tokens: of the two halves, and what the second reads of the first.
+
+    A query is decayed from the middle of its block, and a key to it, so both factors are at most 1.
     """
-    levels = chunk.blocks(jnp.exp(log_decay))
-    pairs = (q * k).sum(-1)[..., None, None]
-    q_blocks, k_blocks = q[..., None, :], k[..., None, :]
-    for block in levels[:-1]:
-        shape = block.head.shape
-        _, queries = chunk.halves(q.reshape(shape) * block.head)
-        keys, _ = chunk.halves(k.reshape(shape) * block.tail)
-        pairs = chunk.join_halves(*chunk.halves(pairs), dot.nt(queries, keys))
-    head, tail = (x[..., 0, :, :] for x in levels[-1])
-    whole = jnp.swapaxes(head[..., -1:, :], -1, -2)
-    return Scores(q * head, k * tail, whole, pairs[..., 0, :, :])
+    q, k, log_decay = keys
+    levels, whole = chunk.levels(jnp.exp(log_decay))
+    pairs = chunk.row_dot(q, k)[..., None]
+    for level in levels[:-1]:
+        length = pairs.shape[-1]
+        _, second = chunk.halves(q * level.head, length)
+        first, _ = chunk.halves(k * level.tail, length)
+        pairs = chunk.join_blocks(pairs, dot.nt(second, first))
+    head, tail = levels[-1]
+    return Scores(q * head, k * tail, jnp.swapaxes(whole, -1, -2), pairs[..., 0, :, :])
+
+
+def _channel_gradients(dot: chunk.Dot, keys: Keys, d: Scores) -> Keys:
+    q, k, log_decay = keys
+    decay = jnp.exp(log_decay)
+    levels, whole = chunk.levels(decay)
+    head, tail = levels[-1]
+    d_start, d_end = head * d.start, tail * d.end
+    d_q, d_k = jnp.zeros_like(q), jnp.zeros_like(k)
+    for i, level in enumerate(levels[:-1]):
+        length = 2**i
+        _, second = chunk.halves(q * level.head, length)
+        first, _ = chunk.halves(k * level.tail, length)
+        # Both products keep the rows of their block's other half, as zeros, to be added without a copy.
+        to_q, to_k = _cross_blocks(d.pairs, length)
+        d_q += level.head * dot(to_q, first).reshape(q.shape)
+        d_k += level.tail * dot.tn(to_k, second).reshape(k.shape)
+    d_log_decay = _suffix_sum(q * (d_start + d_q) - k * d_k) + _prefix_sum(k * d_end)
+    d_log_decay += whole * jnp.swapaxes(d.whole, -1, -2)
+    own = jnp.diagonal(d.pairs, axis1=-2, axis2=-1)[..., None]
+    return Keys(
+        d_start + d_q + own * k,
+        d_end + d_k + own * q,
+        jnp.where(decay > 0, d_log_decay, 0),
+    )
+
+
+def _cross_blocks(
+    pairs: Float[Array, "*N C C"], length: int
+) -> tuple[Float[Array, "*N M 2L L"], Float[Array, "*N M L 2L"]]:
+    """Of each diagonal block of two times `length`: the second half's rows and the first's columns.
+
+    Once with all the rows, zero in the first half, and once with all the columns, zero in the second.
+    """
+    size = 2 * length
+    blocks = jnp.stack(
+        [
+            pairs[..., i : i + size, i : i + size]
+            for i in range(0, pairs.shape[-1], size)
+        ],
+        -3,
+    )
+    second = jnp.arange(size) >= length
+    all_rows = jnp.where(second[:, None], blocks[..., :length], 0)
+    all_columns = jnp.where(second, 0, blocks[..., length:, :])
+    return all_rows, all_columns
+
+
+def _suffix_sum(x: Float[Array, "*N C K"]) -> Float[Array, "*N C K"]:
+    """At l, the sum of x_i over i >= l."""
+    return _sum_where(x, jnp.greater_equal)
+
+
+def _prefix_sum(x: Float[Array, "*N C K"]) -> Float[Array, "*N C K"]:
+    """At l, the sum of x_j over j < l."""
+    return _sum_where(x, jnp.less)
+
+
+def _sum_where(x: Array, counts: Callable[[Array, Array], Array]) -> Array:
+    # A matrix product is faster than a cumulative sum, if its matrix has the batch dimensions of x.
+    i = jnp.arange(x.shape[-2])
+    mask = counts(i, i[:, None]).astype(x.dtype)
+    mask = jnp.broadcast_to(mask, (*x.shape[:-2], *mask.shape))
+    return jnp.matmul(mask, x, precision=jax.lax.Precision.HIGHEST)
