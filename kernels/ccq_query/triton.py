@@ -18,6 +18,9 @@ from kernels.ccq_query.state import CCQState
 
 unavailable = triton_util.unavailable
 
+# Rows of 16-bit tiles: narrower ones are miscompiled, see `triton_kernels`.
+NARROWEST = 64
+
 einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -55,7 +58,7 @@ def forward(
     static |= {"HAS_DECAY": log_decay is not None, "CENTERED": centered}
     decay = lam if log_decay is None else log_decay  # not read without decay
 
-    config = _tiles("states", q, chunk)
+    config = _tiles("states", q, chunk, log_decay is not None)
     tiles = -(-width // config["BI"]) * -(-width // config["BJ"])
     counts, means, states, *final = triton_util.call(
         kernels.states_kernel,
@@ -122,7 +125,7 @@ def backward(
         **static,
         **config,
     )
-    config = _tiles("adjoint", q, chunk)
+    config = _tiles("adjoint", q, chunk, has_decay)
     parts = -(-width // config["BJ"])
     tiles = -(-width // config["BI"]) * parts
     polynomial = _polynomial(d_state, means[:, :, -1] if centered else None)
@@ -170,32 +173,35 @@ def like(x: Array, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct
 
 def _chunks(q: Array, log_decay: Array | None, chunk_size: int | None) -> tuple[int, int]:
     """Tokens a chunk, and chunks. Longer ones write fewer states, and take more work inside."""
-    most = 64 if q.dtype == jnp.float32 else 128
-    chunk = min(chunk_size or (most if log_decay is None else 64), most)
+    if q.dtype == jnp.float32:
+        chunk = min(chunk_size or 64, 64)
+    else:
+        default = 128 if log_decay is None and q.shape[-1] > 128 else 64
+        chunk = min(max(chunk_size or default, NARROWEST), 128)
     return chunk, -(-q.shape[1] // chunk)
 
 
-def _tiles(kernel: str, q: Array, chunk: int, has_decay: bool = False) -> dict[str, int]:
+def _tiles(kernel: str, q: Array, chunk: int, has_decay: bool) -> dict[str, int]:
     """Block sizes. With decays a program takes a whole chunk."""
     width = q.shape[-1]
     full = q.dtype == jnp.float32
-    # Narrower tiles of 16 bits are miscompiled: see `triton_kernels`.
-    widest = max(16 if full else 64, 1 << (width - 1).bit_length())
+    narrowest = 16 if full else NARROWEST
+    widest = max(narrowest, 1 << (width - 1).bit_length())
     sequential = kernel in ("states", "adjoint")
 
     def candidate(a: int, b: int, rows: int, num_warps: int, num_stages: int) -> dict[str, int]:
         a, b, rows = min(a, widest), min(b, widest), min(rows, chunk)
-        if has_decay and not sequential:
-            num_warps, rows = num_warps * chunk // rows, chunk
         sizes = {"BI": a, "BJ": b, "S": rows} if sequential else {"BK": a, "BN": b, "R": rows}
         if kernel == "keys":
-            sizes["WHOLE"] = 0 if full or widest > 256 else widest
+            sizes["WHOLE"] = 0 if full or width > 128 else widest
         return sizes | {"num_warps": num_warps, "num_stages": num_stages}
 
     if full:
         candidates = [candidate(32, 32, 32 if sequential else 64, 4, 1)]
-    elif sequential:
+    elif kernel == "states":
         candidates = [candidate(128, 128, 128, 8, 2), candidate(64, 64, 64, 4, 2)]
+    elif kernel == "adjoint":
+        candidates = [candidate(128, 64, 32, 4, 4), candidate(64, 64, 32, 4, 3)]
     else:
         whole = widest if kernel == "read" and widest <= 256 else 64
         candidates = [candidate(whole, 64, 64, 4, 2), candidate(64, 64, 64, 4, 2)]
@@ -213,7 +219,29 @@ def _tiles(kernel: str, q: Array, chunk: int, has_decay: bool = False) -> dict[s
         return q.dtype.itemsize * elements
 
     shape = triton_util.bucket(q.dtype, width) + (" decay" if has_decay else "")
-    return triton_util.choose(f"ccq_query.{kernel}", shape, candidates, shared)
+    chosen = triton_util.choose(f"ccq_query.{kernel}", shape, candidates, shared)
+    return chosen | _limits(chosen, kernel, chunk, has_decay, narrowest, widest)
+
+
+def _limits(
+    chosen: Mapping[str, int],
+    kernel: str,
+    chunk: int,
+    has_decay: bool,
+    narrowest: int,
+    widest: int,
+) -> dict[str, int]:
+    """The chosen sizes that this chunk and width allow."""
+    limits = {name: max(chosen[name], narrowest) for name in ("BI", "BJ", "BK", "BN") if name in chosen}
+    if kernel == "states":
+        limits["S"] = min(max(chosen["S"], narrowest), chunk)
+    elif kernel == "adjoint":
+        limits["S"] = min(chosen["S"], chunk)
+    else:
+        limits["R"] = chunk if has_decay else min(max(chosen["R"], narrowest), chunk)
+    if kernel == "keys":
+        limits["WHOLE"] = widest if chosen["WHOLE"] else 0
+    return limits
 
 
 def _polynomial(d_state: CCQState, origin: Float[Array, "B H K"] | None) -> tuple[Array, ...]:

@@ -191,7 +191,7 @@ def _chunk(chunk_size: int | None) -> tuple[int, int]:
 
 
 def _tiles(kernel: str, k: Array, v: Array) -> dict[str, int]:
-    # Narrower tiles of 16 bits are miscompiled: see `triton_kernels`.
+    # Rows of 16-bit tiles: narrower ones are miscompiled, see `triton_kernels`.
     narrowest = 16 if k.dtype == jnp.float32 else 64
     key_width, value_width = (max(narrowest, 1 << (x.shape[-1] - 1).bit_length()) for x in (k, v))
 
@@ -206,10 +206,10 @@ def _tiles(kernel: str, k: Array, v: Array) -> dict[str, int]:
         candidates = [candidate(32, 32, 4, 1)]
     else:
         candidates = {
-            "carry": [candidate(64, 64, 4, 3)],
+            "carry": [candidate(128, 128, 8, 3), candidate(64, 64, 4, 3)],
             "scores": [candidate(64, 64, 4, 2)],
             "mix": [candidate(64, 128, 4, 2), candidate(64, 64, 4, 2)],
-            "gradients": [candidate(64, 64, 8, 2)],
+            "gradients": [candidate(64, 64, 4, 2)],
         }[kernel]
 
     def shared(config: Mapping[str, int]) -> int:
@@ -218,4 +218,7 @@ def _tiles(kernel: str, k: Array, v: Array) -> dict[str, int]:
         return k.dtype.itemsize * config["num_stages"] * tile
 
     shape = triton_util.bucket(k.dtype, k.shape[-1], v.shape[-1])
-    return triton_util.choose(f"gated_linear_attention.{kernel}", shape, candidates, shared)
+    chosen = triton_util.choose(f"gated_linear_attention.{kernel}", shape, candidates, shared)
+    return {
+        name: max(size, narrowest) if name.startswith("B") else size for name, size in chosen.items()
+    }

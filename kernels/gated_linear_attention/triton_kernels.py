@@ -314,56 +314,47 @@ def gradients_kernel(
         o_tile = load_tile(d_o, at, left, H * V, v_column, V, even_v)
         d_scores += dot(o_tile, tl.trans(v_tile))
     d_scores = tl.where(at[:, None] >= at[None, :], d_scores * scale, 0.0)
-
-    past_q = tl.zeros([C, BK], tl.float32)
-    past_k = tl.zeros([C, BK], tl.float32)
+    # What a decay lets through: into later queries from the state (from_past), from earlier keys into
+    # the next state (to_future), from state to state (crossing).
     crossing = tl.zeros([BK], tl.float32)
-    for start in range(0, V, BV):
-        v_column = start + tl.arange(0, BV)
-        o_tile = load_tile(d_o, at, left, H * V, v_column, V, even_v)
-        state = load_tile(states, column, K, V, v_column, V, even_v)
-        past_q += dot(o_tile, tl.trans(state))
-        v_tile = load_tile(v, at, left, H * V, v_column, V, even_v)
-        d_state = load_tile(d_states, column, K, V, v_column, V, even_v)
-        past_k += dot(v_tile, tl.trans(d_state))
     if DECAY:
         for start in range(0, V, BV):
             v_column = start + tl.arange(0, BV)
             state = load_tile(states, column, K, V, v_column, V, even_v).to(tl.float32)
             d_state = load_tile(d_states, column, K, V, v_column, V, even_v).to(tl.float32)
             crossing += tl.sum(state * d_state, 1)
-    q_tile = load_tile(q, at, left, H * K, column, K, even_k)
-    k_tile = load_tile(k, at, left, H * K, column, K, even_k)
-    past_q *= scale
-    # What a decay lets through: into later queries from the state (from_past), from earlier keys into
-    # the next state (to_future), from state to state (crossing).
-    if DECAY == 1:
-        decay = load_decay(g, at, left, column, H, K, DECAY, even_k)
-        past_q *= tl.exp(prefix_sums(decay, at, dtype, DECAY))
-        past_k *= tl.exp(suffix_sums(decay, at, dtype, DECAY))
-        from_past = past_q * q_tile.to(tl.float32)
-        to_future = past_k * k_tile.to(tl.float32)
-        crossing *= tl.exp(tl.sum(decay, 0))
+
     if DECAY == 2:
         decay = load_decay(g, at, left, column, H, K, DECAY, even_k)
         middle, mild, first, second = middle_factors(decay, at, dtype)
         d_decay = tl.zeros([C, BK], tl.float32) + crossing[None, :] * (first * second)
         later = at[:, None] > at[None, :]
         if mild:
-            factor, inverse = tl.exp(middle), tl.exp(-middle)
-            x_q = (q_tile.to(tl.float32) * factor).to(dtype)
-            x_k = (k_tile.to(tl.float32) * inverse).to(dtype)
-            past_k *= second
-            d_decay += summed(later, x_k.to(tl.float32) * past_k, dtype)
-            d_x = past_q * first + dot(d_scores.to(dtype), x_k)
+            # First all of the queries, then all of the keys: less to hold at a time.
+            pair = d_scores.to(dtype)
+            inverse = tl.exp(-middle)
+            x_k = load_tile(k, at, left, H * K, column, K, even_k).to(tl.float32) * inverse
+            x_k = x_k.to(dtype)
+            d_x = read_states(d_o, states, at, left, column, H, K, V, BV) * (scale * first)
+            d_x += dot(pair, x_k)
+            x_q = load_tile(q, at, left, H * K, column, K, even_k).to(tl.float32) * tl.exp(middle)
+            x_q = x_q.to(dtype)
             from_past = x_q.to(tl.float32) * d_x
-            past_q = factor * d_x
+            store_tile(d_q, tl.exp(middle) * d_x, at, left, H * K, column, K, even_k)
+
+            d_x = read_states(v, d_states, at, left, column, H, K, V, BV) * second
+            d_decay += summed(later, x_k.to(tl.float32) * d_x, dtype)
             # A pair adds to its query's sum what it takes from its key's: with the same rounded
             # numbers in both, pairs on one side of a token cancel.
-            d_x = dot(tl.trans(d_scores.to(dtype)), x_q)
-            from_past -= x_k.to(tl.float32) * d_x
-            past_k = inverse * (past_k + d_x)
+            d_pairs = dot(tl.trans(pair), x_q)
+            from_past -= x_k.to(tl.float32) * d_pairs
+            store_tile(d_k, inverse * (d_x + d_pairs), at, left, H * K, column, K, even_k)
+            d_decay += summed(at[:, None] <= at[None, :], from_past, dtype)
         else:
+            q_tile = load_tile(q, at, left, H * K, column, K, even_k)
+            k_tile = load_tile(k, at, left, H * K, column, K, even_k)
+            past_q = read_states(d_o, states, at, left, column, H, K, V, BV) * scale
+            past_k = read_states(v, d_states, at, left, column, H, K, V, BV)
             past_q *= tl.exp(prefix_sums(decay, at, dtype, DECAY))
             past_k *= tl.exp(suffix_sums(decay, at, dtype, DECAY))
             from_past = past_q * q_tile.to(tl.float32)
@@ -383,17 +374,30 @@ def gradients_kernel(
                 d_x *= factor
                 past_q += tl.where(query[:, None], d_x, 0.0)
                 past_k += tl.where(query[:, None], 0.0, d_x)
-        d_decay += summed(at[:, None] <= at[None, :], from_past, dtype)
+            store_tile(d_q, past_q, at, left, H * K, column, K, even_k)
+            store_tile(d_k, past_k, at, left, H * K, column, K, even_k)
+            d_decay += summed(at[:, None] <= at[None, :], from_past, dtype)
         raw = load_tile(g, at, left, H * K, column, K, even_k)
         d_decay = tl.where(raw == float("-inf"), 0.0, d_decay)
         d_g += (token * H + head) * K
         store_tile(d_g, d_decay, at, left, H * K, column, K, even_k)
     else:
+        q_tile = load_tile(q, at, left, H * K, column, K, even_k)
+        k_tile = load_tile(k, at, left, H * K, column, K, even_k)
+        past_q = read_states(d_o, states, at, left, column, H, K, V, BV) * scale
+        past_k = read_states(v, d_states, at, left, column, H, K, V, BV)
+        if DECAY == 1:
+            decay = load_decay(g, at, left, column, H, K, DECAY, even_k)
+            past_q *= tl.exp(prefix_sums(decay, at, dtype, DECAY))
+            past_k *= tl.exp(suffix_sums(decay, at, dtype, DECAY))
+            from_past = past_q * q_tile.to(tl.float32)
+            to_future = past_k * k_tile.to(tl.float32)
+            crossing *= tl.exp(tl.sum(decay, 0))
         d_scores *= pair_decay(g, at, left, H, DECAY)
         past_q += dot(d_scores.to(dtype), k_tile)
         past_k += dot(tl.trans(d_scores.to(dtype)), q_tile)
-    store_tile(d_q, past_q, at, left, H * K, column, K, even_k)
-    store_tile(d_k, past_k, at, left, H * K, column, K, even_k)
+        store_tile(d_q, past_q, at, left, H * K, column, K, even_k)
+        store_tile(d_k, past_k, at, left, H * K, column, K, even_k)
 
     if DECAY == 1:
         past = tl.sum(from_past, 1)
@@ -409,6 +413,20 @@ def gradients_kernel(
         d_decay = tl.where(raw == float("-inf"), 0.0, d_decay)
         d_g += (token * H + head) * tiles + tile
         tl.store(d_g + at * (H * tiles), d_decay, mask=live)
+
+
+@triton.jit
+def read_states(
+    x, states, at, left, column, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr
+):
+    """x @ states^T, [C, BK], for x [C, V]."""
+    total = tl.zeros([at.shape[0], column.shape[0]], tl.float32)
+    for start in range(0, V, BV):
+        v_column = start + tl.arange(0, BV)
+        x_tile = load_tile(x, at, left, H * V, v_column, V, V % BV == 0)
+        state = load_tile(states, column, K, V, v_column, V, V % BV == 0)
+        total += dot(x_tile, tl.trans(state))
+    return total
 
 
 @triton.jit
