@@ -352,7 +352,7 @@ def gradient_kernel(
     dk_write = tl.zeros((C, BLOCK_K), tl.float32)
     x = tl.zeros((C, C), tl.float32)
     y = tl.zeros((C, C), tl.float32)
-    trace = tl.zeros((BLOCK_K,), tl.float32)
+    trace = tl.zeros((16, BLOCK_K), tl.float32)
     for first in range(0, V, BLOCK_V):
         vc = first + tl.arange(0, BLOCK_V)
         in_v = vc < V
@@ -368,7 +368,9 @@ def gradient_kernel(
         dk_write = tl.dot(tl.trans(u_tile), ds, dk_write, input_precision=PRECISION)
         x = tl.dot(do, u_tile, x, input_precision=PRECISION)
         y = tl.dot(dv, u_tile, y, input_precision=PRECISION)
-        trace += tl.sum(s.to(tl.float32) * ds.to(tl.float32), axis=0)
+        # Sums within a thread; across threads once, after the loop.
+        product = s.to(tl.float32) * ds.to(tl.float32)
+        trace += tl.sum(tl.reshape(product, (BLOCK_V // 16, 16, BLOCK_K)), axis=0)
 
     gate = gates + tile * (GATE_ROWS * C)
     coarse = tl.load(gate + COARSE_ROW * C + i)
@@ -401,7 +403,7 @@ def gradient_kernel(
     tl.store(d_q + entry, dq.to(d_q.dtype.element_ty), mask=mask)
     tl.store(d_k + entry, (dk_read + dk_write).to(d_k.dtype.element_ty), mask=mask)
     # A log decay at l scales every path from a token before l to one at l or after.
-    passing = tl.load(gate + START_ROW * C + C - 1) * tl.sum(trace, axis=0)
+    passing = tl.load(gate + START_ROW * C + C - 1) * tl.sum(tl.sum(trace, axis=1), axis=0)
     within = tl.sum(q_tile.to(tl.float32) * dq + keys * (dk_read - dk_write), axis=1) + leaving
     of_decay = tl.cumsum(within, axis=0, reverse=True)
     of_decay += (tl.cumsum(leaving, axis=0) - leaving) + passing
