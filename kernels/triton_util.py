@@ -118,12 +118,11 @@ def choose(
     if entries is None:
         warn_untuned(kind)
         entries = {}
-    config = entries.get(kernel, {}).get(shape)
-    if config is None:
-        limit = shared_memory(kind)
-        fitting = (config for config in candidates if shared(config) <= limit)
-        config = next(fitting, candidates[-1])
-    CHOSEN[kernel, shape] = dict(config)
+    tuned = entries.get(kernel, {}).get(shape)
+    limit = shared_memory(kind)
+    fitting = (config for config in candidates if shared(config) <= limit)
+    config = dict(tuned or next(fitting, candidates[-1]))
+    CHOSEN[kernel, shape] = config
     return dict(config)
 
 
@@ -136,7 +135,7 @@ def call(
     num_stages: int,
     **constants: Any,
 ) -> Any:
-    """Launches a Triton kernel on `operands`, then pointers to `out`, in that order: its arrays come first.
+    """Launches a Triton kernel whose arguments are `operands`, then pointers to `out`.
 
     Args:
       kernel: a function under `triton.jit`.

@@ -1,12 +1,12 @@
 """Finds the fastest block sizes of the Triton kernels on this GPU and writes them into the table.
 
-    python -m kernels.tune                                        every operator, the shapes that are trained
+    python -m kernels.tune                               every operator, the shapes that are trained
     python -m kernels.tune --op=gated_delta_rule --shapes=d128 --dtype=bfloat16
 
 Each kernel of an operator is varied in turn around what the table or the heuristic has now: block
-sizes by a factor of two, warps and pipeline stages by one step. What is timed is the whole forward and
-backward. Takes one to five minutes an operator and shape, mostly compilation. Results are checked
-against the first configuration's, since a kernel that is wrong can be fast.
+sizes by a factor of two, warps and pipeline stages by one step. What is timed is the whole forward
+and backward. Takes minutes an operator and shape, mostly compilation. A configuration whose results
+differ from the first's is refused: a kernel that is wrong can be fast.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Triton implementations where no GPU is: dispatch, the tuned table, and that every kernel lowers for CUDA."""
+"""Triton implementations where no GPU is: dispatch, tuned table, and lowering for CUDA."""
 
 import importlib.util
 import json
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from kernels import gated_delta_rule, shapes, triton_util
+from kernels import gated_delta_rule, shapes, triton_util, tune
+from kernels.gated_delta_rule import triton as gdn
 
 H200 = "NVIDIA H200"
 PARAMETERS = {"num_warps", "num_stages"}
@@ -36,7 +37,7 @@ def test_named_on_a_cpu_says_that_it_needs_a_gpu():
     if jax.default_backend() == "gpu":
         pytest.skip("this machine has a GPU")
     inputs = shapes.make_inputs("gated_delta_rule", shapes.SHAPES["short"])
-    with pytest.raises(RuntimeError, match="needs a GPU.*cpu"):
+    with pytest.raises(RuntimeError, match=r"needs a GPU.*cpu"):
         gated_delta_rule(**inputs, implementation="triton")
 
 
@@ -64,7 +65,7 @@ def test_less_shared_memory_takes_smaller_tiles(device, monkeypatch, kind, block
 
 def test_an_unknown_device_is_warned_of_once(device):
     device("NVIDIA Unheard-of")
-    with pytest.warns(UserWarning, match="Unheard-of.*heuristic"):
+    with pytest.warns(UserWarning, match=r"Unheard-of.*heuristic"):
         choose()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -82,6 +83,44 @@ def test_the_table_holds_complete_launches_of_known_buckets():
                 assert dtype in ("bfloat16", "float32") and dims
                 assert entry.keys() >= PARAMETERS
                 assert all(value >= 1 for value in entry.values())
+
+
+@pytest.mark.parametrize(
+    "length, heads, parts",
+    [(4096, 8, 1), (16384, 8, 8), (65536, 8, 16), (65536, 64, 2), (65537, 8, 1), (43884, 1, 4)],
+)
+def test_long_sequences_of_few_heads_are_walked_in_parts(monkeypatch, length, heads, parts):
+    monkeypatch.setattr(triton_util, "num_cores", lambda: 132)
+    for batch in (1, 8):  # a row's result must not depend on the batch's size
+        v = jax.ShapeDtypeStruct((batch, length, heads, 128), jnp.bfloat16)
+        assert gdn._parts(v) == parts
+
+
+def test_a_small_device_takes_shorter_chunks(device, monkeypatch):
+    q = jax.ShapeDtypeStruct((1, 64, 1, 512), jnp.bfloat16)
+    device(H200)
+    assert gdn._chunk("backward", q, None) == 64
+    assert gdn._chunk("backward", q, 16) == 16
+    device("NVIDIA L4")
+    assert gdn._chunk("backward", q, None) == 32
+
+
+def test_tuning_varies_one_step_around_the_start():
+    start = {"BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
+    near = list(tune.neighbours(start))
+    assert near[0] == start and near.count(start) == 1
+    assert {config["BLOCK_K"] for config in near} == {32, 64, 128}
+    assert {config["num_warps"] for config in near} == {2, 4, 8}
+    assert {config["num_stages"] for config in near} == {1, 2, 3}
+
+
+def test_tuning_without_a_gpu_says_why(capsys):
+    if jax.default_backend() == "gpu":
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(SystemExit) as stopped:
+        tune.main(["--op=gated_delta_rule"])
+    assert stopped.value.code == 1
+    assert "needs a GPU" in capsys.readouterr().err
 
 
 plugin = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
@@ -104,10 +143,8 @@ def structs(shape, dtype):
 
 
 def both_ways(*inputs):
-    from kernels.gated_delta_rule import triton
-
-    out, state, residuals = triton.forward(*inputs, scale=0.5)
-    return out, state, triton.backward(residuals, out, state, scale=0.5)
+    out, state, residuals = gdn.forward(*inputs, scale=0.5)
+    return out, state, gdn.backward(residuals, out, state, scale=0.5)
 
 
 @lowers

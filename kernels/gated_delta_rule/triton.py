@@ -1,9 +1,9 @@
 """Gated delta rule on GPUs: chunked Triton kernels, called through jax-triton.
 
-Forward: `prepare` (what the tokens of a chunk do to each other, all chunks at once), then `forward`,
-which walks the sequence. Backward: `states` walks it again and keeps the state that enters each
-chunk, `reverse` walks back with the state's gradient, `gradient` finishes all chunks at once. Nothing
-of the size of the chunks' states outlives a call.
+Forward: `prepare` (what the tokens of a chunk do to each other, all chunks at once), then
+`forward`, which walks the sequence. Backward: `states` walks it again and keeps the state that
+enters each chunk, `reverse` walks back with the state's gradient, `gradient` finishes all chunks at
+once. Nothing of the size of the chunks' states outlives a call.
 
 Few heads and a long sequence would leave most of the GPU idle. Then the sequence is cut into parts
 that are walked at once, after a first walk has found how each part maps the state that enters it to
@@ -22,7 +22,7 @@ from kernels import triton_util
 
 NAME = "gated_delta_rule"
 GATE_ROWS = 5
-# A sequence shorter than this is one part, so that rows of a batch never depend on the batch's size.
+# Shorter sequences are one part. The batch has no say: its rows must not depend on its size.
 LONG = 16384
 SHORTEST_PART = 2048
 Config = dict[str, int]
@@ -82,7 +82,9 @@ def backward(residuals, d_out, d_state, *, scale, chunk_size=None):
     if parts > 1:
         d_ends = _ends(cut, prepared, d_out, d_state, transitions, scale)
     d_v, d_states, d_starts = _walk_back(cut, prepared, d_out, d_ends, scale, states=True)
-    d_q, d_k, d_decay, d_beta = _gradient(cut, prepared.gates, d_out, d_v, u, states, d_states, scale)
+    d_q, d_k, d_decay, d_beta = _gradient(
+        cut, prepared.gates, d_out, d_v, u, states, d_states, scale
+    )
     gradients = (d_q, d_k, d_v, d_decay, d_beta)
     d_initial = d_starts.reshape(batch, parts, *d_starts.shape[1:])[:, 0]
     return *(x.reshape(y.shape) for x, y in zip(gradients, inputs, strict=True)), d_initial
@@ -153,7 +155,9 @@ def _prepare(inputs: Inputs, scale: float, chunk: int) -> Prepared:
     q, k, v, log_decay, beta = inputs
     tiles = (q.shape[0], v.shape[2], -(-q.shape[1] // chunk))
     fine = jnp.float32 if q.dtype == jnp.float32 else jnp.float16
-    squares = (jax.ShapeDtypeStruct((*tiles, chunk, chunk), x) for x in (q.dtype, q.dtype, fine, fine))
+    squares = (
+        jax.ShapeDtypeStruct((*tiles, chunk, chunk), x) for x in (q.dtype, q.dtype, fine, fine)
+    )
     return Prepared(
         *triton_util.call(
             triton_kernels.prepare_kernel,
@@ -170,7 +174,7 @@ def _prepare(inputs: Inputs, scale: float, chunk: int) -> Prepared:
 
 
 def _walk(inputs, prepared, starts, *, scale=1.0, values=True, output=False, states=False):
-    """(out, beta u of each chunk, state that enters each chunk, final state); nothing where not asked."""
+    """(out, beta u of each chunk, state that enters each chunk, final state), as asked for."""
     from kernels.gated_delta_rule import triton_kernels
 
     q, k, v, _, beta = inputs
@@ -282,7 +286,7 @@ def _chunk(direction: str, q: Array, chunk_size: int | None) -> int:
     chunk = min(chunk_size or (32 if short else 64), 64)
     limit = triton_util.shared_memory(triton_util.device_kind())
     smallest = _candidates(direction, q.dtype, key_dim, 16)[-1]
-    while chunk > 16 and _shared(smallest, q.dtype, chunk, key_dim) > limit:
+    while chunk > 16 and _shared(direction, smallest, q.dtype, chunk, key_dim) > limit:
         chunk //= 2
     return chunk
 
@@ -293,7 +297,7 @@ def _config(kernel: str, inputs: Inputs, chunk: int) -> Config:
         f"{NAME}.{kernel}",
         triton_util.bucket(dtype, key_dim, value_dim),
         _candidates(kernel, dtype, key_dim, value_dim),
-        lambda config: _shared(config, dtype, chunk, key_dim),
+        lambda config: _shared(kernel, config, dtype, chunk, key_dim),
     )
 
 
@@ -317,11 +321,17 @@ def _candidates(kernel: str, dtype: Any, key_dim: int, value_dim: int) -> list[C
     return [config(64, 64, 4, 2), config(64, 64, 4, 1), config(64, 32, 4, 1)]
 
 
-def _shared(config: Mapping[str, int], dtype: Any, chunk: int, key_dim: int) -> int:
+def _shared(kernel: str, config: Mapping[str, int], dtype: Any, chunk: int, key_dim: int) -> int:
     """An upper estimate of a block's shared memory in bytes: its tiles, once a stage."""
-    keys = 2 * chunk * _blocks(key_dim, config["BLOCK_K"]) * config["BLOCK_K"]
-    values = 2 * chunk * config.get("BLOCK_V", 0)
-    return config["num_stages"] * (keys + values + 2 * chunk * chunk) * jnp.dtype(dtype).itemsize
+    block_k, block_v = config["BLOCK_K"], config.get("BLOCK_V", 0)
+    if kernel == "prepare":
+        tiles = 2 * chunk * block_k
+    elif kernel == "gradient":
+        tiles = (3 * chunk + 2 * block_k) * block_v
+    else:
+        tiles = 2 * chunk * (_blocks(key_dim, block_k) * block_k + block_v + chunk)
+    rest = 2 * chunk * max(chunk, block_k)
+    return (config["num_stages"] * tiles + rest) * jnp.dtype(dtype).itemsize
 
 
 def _round(dim: int) -> int:

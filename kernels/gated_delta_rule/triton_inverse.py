@@ -23,7 +23,7 @@ def invert_blocks(a, N: tl.constexpr):
 
 @triton.jit
 def merge_blocks(x, a, P: tl.constexpr, S: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverses [P, 2S, 2S] from those [2P, S, S] of their diagonal blocks; `a` [2PS, 2PS] holds the rest."""
+    """Inverses [P, 2S, 2S] from those [2P, S, S] of the diagonal blocks of `a` [2PS, 2PS]."""
     first = tl.arange(0, P)
     same = first[:, None, None, None, None, None] == first[None, None, None, :, None, None]
     blocks = tl.sum(tl.where(same, tl.reshape(a, (P, 2, S, P, 2, S)), 0.0), axis=3)

@@ -8,23 +8,26 @@ S the state [K, V] that enters:
     o = scale exp(G) (q S) + P u      P_ij = scale D_ij q_i.k_j beta_j  (i >= j)
     S' = exp(G_C) S + sum_j exp(G_C - G_j) beta_j k_j u_j^T
 
-and backwards, with dS the gradient of S' and every product of rows again a matmul:
+and backwards, with dS' the gradient of S' and every product of rows again a matmul:
 
     d = P^T do + exp(G_C - G) beta (k dS')                  dv = d - N^T d
     dS = exp(G_C) dS' + scale (exp(G) q)^T do - (exp(G) k)^T dv
 
-N is I - (I + A)^-1 with A_ij = D_ij k_i.k_j beta_j for i > j: strictly lower triangular, and only as
-large as keys are alike.
+N is I - (I + A)^-1 with A_ij = D_ij k_i.k_j beta_j for i > j: strictly lower triangular, and only
+as large as keys are alike.
 
-States are kept transposed, [V, K], so that a chunk's products chain in registers: every matmul of the
-two kernels that walk the sequence has the state, or a result of the matmul before, on its left and a
-tile as loaded on its right.
+States are kept transposed, [V, K], so that a chunk's products chain in registers: every matmul of
+the two kernels that walk the sequence has the state, or a result of the matmul before, on its left
+and a tile as loaded on its right.
 
-No difference of cumulative sums crosses a reset (a token that forgets everything): `gates` holds, for
-each token of a chunk, five rows: the sums of log decays without resets, coarse and fine part, the
-number of resets so far, the factor that reaches from the chunk's start to the token, and the one from
-the token to the chunk's end, times beta.
+No difference of cumulative sums crosses a reset (a token that forgets everything): `gates` holds,
+for each token of a chunk, five rows: the sums of log decays without resets, coarse and fine part,
+the number of resets so far, the factor that reaches from the chunk's start to the token, and the
+one from the token to the chunk's end, times beta.
 """
+
+# mypy: ignore-errors
+# In Triton a tuple may grow in a loop that is unrolled.
 
 import triton
 import triton.language as tl
@@ -121,7 +124,7 @@ def load_state(pointer, vc, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.conste
     for first in tl.static_range(0, K, BLOCK_K):
         kc = first + tl.arange(0, BLOCK_K)
         mask = (kc[None, :] < K) & (vc[:, None] < V)
-        tiles = tiles + (tl.load(pointer + kc[None, :] * V + vc[:, None], mask=mask, other=0.0),)
+        tiles += (tl.load(pointer + kc[None, :] * V + vc[:, None], mask=mask, other=0.0),)
     return tiles
 
 
@@ -150,7 +153,7 @@ def load_keys(pointer, stride: tl.constexpr, i, live, K: tl.constexpr, BLOCK_K: 
         kc = first + tl.arange(0, BLOCK_K)
         mask = live[:, None] & (kc[None, :] < K)
         entry = i[:, None] * stride + kc[None, :]
-        tiles = tiles + (tl.load(pointer + entry, mask=mask, other=0.0),)
+        tiles += (tl.load(pointer + entry, mask=mask, other=0.0),)
     return tiles
 
 
@@ -158,7 +161,7 @@ def load_keys(pointer, stride: tl.constexpr, i, live, K: tl.constexpr, BLOCK_K: 
 def scale_state(state, factor):
     scaled = ()
     for n in tl.static_range(0, len(state)):
-        scaled = scaled + (state[n] * factor,)
+        scaled += (state[n] * factor,)
     return scaled
 
 
@@ -167,7 +170,7 @@ def add_outer(state, left, keys, PRECISION: tl.constexpr):
     """state^T + left keys, for left [vc, C]."""
     added = ()
     for n in tl.static_range(0, len(state)):
-        added = added + (tl.dot(left, keys[n], state[n], input_precision=PRECISION),)
+        added += (tl.dot(left, keys[n], state[n], input_precision=PRECISION),)
     return added
 
 
@@ -180,8 +183,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Walks the chunks of one head with BLOCK_V of the state's columns, to the final state `last`.
 
-    VALUES: False takes v as zero. OUTPUT: writes o. STATES: writes, for the backward, each chunk's beta u
-    [B, HV, chunks, V, C] and the state that enters it, [.., V, K].
+    VALUES: False takes v as zero. OUTPUT: writes o. STATES: writes, for the backward, each chunk's
+    beta u [B, HV, chunks, V, C] and the state that enters it, [.., V, K].
 
     Where keys are alike, N w and P u nearly cancel. Float16 for N and P keeps three more bits than
     bfloat16; the rows on their left are scaled to its range.
@@ -217,7 +220,7 @@ def forward_kernel(
 
         read = tl.zeros((BLOCK_V, C), tl.float32)
         out = tl.zeros((BLOCK_V, C), tl.float32)
-        # A tile's rounded copy lives no longer than its products: registers are what is scarce here.
+        # A tile's rounded copy lives no longer than its products: registers are scarce here.
         for part in tl.static_range(0, len(state)):
             rounded = state[part].to(dtype)
             read = tl.dot(rounded, tl.trans(k_tile[part]), read, input_precision=PRECISION)
@@ -319,7 +322,8 @@ def reverse_kernel(
 
 @triton.jit
 def gradient_kernel(
-    q, k, log_decay, beta, gates, d_out, d_v, u, states, d_states, d_q, d_k, d_decay, d_beta, T, scale,
+    q, k, log_decay, beta, gates, d_out, d_v, u, states, d_states,
+    d_q, d_k, d_decay, d_beta, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
