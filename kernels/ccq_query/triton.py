@@ -25,7 +25,7 @@ einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 class Residuals(NamedTuple):
-    """What the backward needs. Entry c of the statistics is at the start of chunk c, the last at the end."""
+    """What the backward needs. The statistics are at the chunks' starts, and last at the end."""
 
     q: Float[Array, "B T H K"]
     k: Float[Array, "B T H K"]
@@ -34,7 +34,7 @@ class Residuals(NamedTuple):
     counts: Float[Array, "B H N"]
     means: Float[Array, "B H N K"]
     states: Float[Array, "B H N K K"]
-    count: Float[Array, "B T H"]
+    n: Float[Array, "B T H"]
     p: Float[Array, "B T H"]
     mean_q: Float[Array, "B T H"]
 
@@ -50,7 +50,7 @@ def forward(
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T H K"], CCQState, Residuals]:
     """Cleaned queries and final statistics; see `kernels.ccq_query`."""
-    from kernels.ccq_query import triton_kernels as kernels
+    from kernels.ccq_query import triton_kernels
 
     batch, length, heads, width = q.shape
     chunk, chunks = _chunks(q, log_decay, chunk_size)
@@ -61,7 +61,7 @@ def forward(
     config = _tiles("states", q, chunk, log_decay is not None)
     tiles = -(-width // config["BI"]) * -(-width // config["BJ"])
     counts, means, states, *final = triton_util.call(
-        kernels.states_kernel,
+        triton_kernels.states_kernel,
         *(k, decay, *initial_state, length),
         out=(
             f32((batch, heads, chunks + 1)),
@@ -76,8 +76,8 @@ def forward(
     )
     config = _tiles("read", q, chunk, log_decay is not None)
     scalar, unused = f32((batch, length, heads)), f32((1,))
-    out, p, mean_q, count, *_ = triton_util.call(
-        kernels.read_kernel,
+    out, p, mean_q, n, *_ = triton_util.call(
+        triton_kernels.read_kernel,
         *(q, k, lam, decay, q, counts, counts, means, states, length),
         out=(like(q), scalar, scalar, scalar, unused, unused, like(q, (1,)), unused, unused),
         grid=(chunk // config["R"] * chunks * batch * heads,),
@@ -87,7 +87,7 @@ def forward(
     )
     state = CCQState(counts[..., -1], *final)
     inputs = (q, k, lam, log_decay)
-    return out, state, Residuals(*inputs, counts, means, states, count, p, mean_q)
+    return out, state, Residuals(*inputs, counts, means, states, n, p, mean_q)
 
 
 def backward(
@@ -99,14 +99,14 @@ def backward(
     chunk_size: int | None = None,
 ) -> tuple[Any, ...]:
     """Gradients of q, k, lam, log_decay and initial_state."""
-    from kernels.ccq_query import triton_kernels as kernels
+    from kernels.ccq_query import triton_gradients, triton_kernels
 
-    q, k, lam, log_decay, counts, means, states, count, p, mean_q = residuals
+    q, k, lam, log_decay, counts, means, states, n, p, mean_q = residuals
     batch, length, heads, width = q.shape
     has_decay = log_decay is not None
     chunk, chunks = _chunks(q, log_decay, chunk_size)
     static = {"H": heads, "K": width, "C": chunk, "HAS_DECAY": has_decay, "CENTERED": centered}
-    decay = log_decay if has_decay else lam
+    decay = lam if log_decay is None else log_decay
     scalar, unused = f32((batch, length, heads)), f32((1,))
     d_out = d_out.astype(q.dtype)
 
@@ -114,7 +114,7 @@ def backward(
     blocks = chunk // config["R"]
     terms = batch, heads, chunks, blocks
     d_q, p_g, mean_g, _, d_lam, past, shares, h_terms, kappa_terms = triton_util.call(
-        kernels.read_kernel,
+        triton_kernels.read_kernel,
         *(d_out, k, lam, decay, q, p, counts, means, states, length),
         out=(
             *(like(q), scalar, scalar, unused, scalar, scalar),
@@ -130,7 +130,7 @@ def backward(
     tiles = -(-width // config["BI"]) * parts
     polynomial = _polynomial(d_state, means[:, :, -1] if centered else None)
     kappas, hs, slopes, fs, crossings = triton_util.call(
-        kernels.adjoint_kernel,
+        triton_gradients.adjoint_kernel,
         *(shares, d_out, decay, h_terms, kappa_terms, counts, means, states, *polynomial, length),
         out=(
             f32((batch, heads, chunks, tiles)),
@@ -146,8 +146,8 @@ def backward(
     )
     config = _tiles("keys", q, chunk, has_decay)
     d_k, d_log_decay = triton_util.call(
-        kernels.keys_kernel,
-        *(q, k, d_out, lam, decay, count, p, p_g, mean_q, mean_g, past, counts, means),
+        triton_gradients.keys_kernel,
+        *(q, k, d_out, lam, decay, n, p, p_g, mean_q, mean_g, past, counts, means),
         *(kappas, hs, slopes, fs, crossings, length),
         out=(like(q), scalar),
         grid=(chunk // config["R"] * chunks * batch * heads,),
@@ -192,8 +192,6 @@ def _tiles(kernel: str, q: Array, chunk: int, has_decay: bool) -> dict[str, int]
     def candidate(a: int, b: int, rows: int, num_warps: int, num_stages: int) -> dict[str, int]:
         a, b, rows = min(a, widest), min(b, widest), min(rows, chunk)
         sizes = {"BI": a, "BJ": b, "S": rows} if sequential else {"BK": a, "BN": b, "R": rows}
-        if kernel == "keys":
-            sizes["WHOLE"] = 0 if full or width > 128 else widest
         return sizes | {"num_warps": num_warps, "num_stages": num_stages}
 
     if full:
@@ -203,7 +201,8 @@ def _tiles(kernel: str, q: Array, chunk: int, has_decay: bool) -> dict[str, int]
     elif kernel == "adjoint":
         candidates = [candidate(128, 64, 32, 4, 4), candidate(64, 64, 32, 4, 3)]
     else:
-        whole = widest if kernel == "read" and widest <= 256 else 64
+        # As much as stays in shared memory.
+        whole = widest if widest <= (256 if kernel == "read" else 128) else 64
         candidates = [candidate(whole, 64, 64, 4, 2), candidate(64, 64, 64, 4, 2)]
 
     def shared(config: Mapping[str, int]) -> int:
@@ -213,35 +212,21 @@ def _tiles(kernel: str, q: Array, chunk: int, has_decay: bool) -> dict[str, int]
             elements = stages * operands * config["S"] * (config["BI"] + config["BJ"])
         else:
             a, b, rows = config["BK"], config["BN"], config["R"]
-            kept = config.get("WHOLE") or (a if a >= width else 0)
-            elements = rows * kept + stages * (max(a, kept) + 2 * chunk) * b
-            elements = max(elements, (rows + chunk) * kept, stages * (rows + 2 * chunk) * min(a, 64))
+            kept = a if a >= width else 0
+            tiles = stages * (rows + 2 * chunk) * min(a, 64)
+            elements = max(rows * kept + stages * (a + 2 * chunk) * b, (rows + chunk) * kept, tiles)
         return q.dtype.itemsize * elements
 
     shape = triton_util.bucket(q.dtype, width) + (" decay" if has_decay else "")
     chosen = triton_util.choose(f"ccq_query.{kernel}", shape, candidates, shared)
-    return chosen | _limits(chosen, kernel, chunk, has_decay, narrowest, widest)
-
-
-def _limits(
-    chosen: Mapping[str, int],
-    kernel: str,
-    chunk: int,
-    has_decay: bool,
-    narrowest: int,
-    widest: int,
-) -> dict[str, int]:
-    """The chosen sizes that this chunk and width allow."""
-    limits = {name: max(chosen[name], narrowest) for name in ("BI", "BJ", "BK", "BN") if name in chosen}
-    if kernel == "states":
-        limits["S"] = min(max(chosen["S"], narrowest), chunk)
-    elif kernel == "adjoint":
+    limits = {name: max(size, narrowest) for name, size in chosen.items() if name.startswith("B")}
+    if kernel == "adjoint":
         limits["S"] = min(chosen["S"], chunk)
+    elif kernel == "states":
+        limits["S"] = min(max(chosen["S"], narrowest), chunk)
     else:
         limits["R"] = chunk if has_decay else min(max(chosen["R"], narrowest), chunk)
-    if kernel == "keys":
-        limits["WHOLE"] = widest if chosen["WHOLE"] else 0
-    return limits
+    return chosen | limits
 
 
 def _polynomial(d_state: CCQState, origin: Float[Array, "B H K"] | None) -> tuple[Array, ...]:
@@ -261,8 +246,8 @@ def _initial_gradient(
     mean_g: Float[Array, "B T H"],
     d_lam: Float[Array, "B T H"],
 ) -> CCQState:
-    """Gradient of the initial state, from its definition. Compiled only where someone asks for it."""
-    share = -residuals.lam.astype(jnp.float32) / residuals.count
+    """Gradient of the initial state, from its definition; unused, it is not compiled."""
+    share = -residuals.lam.astype(jnp.float32) / residuals.n
     if residuals.log_decay is not None:
         total = jnp.cumsum(residuals.log_decay.astype(jnp.float32), 1)
         share = share * jnp.exp(total)

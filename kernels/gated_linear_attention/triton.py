@@ -1,8 +1,9 @@
 """GLA's chunked form on GPUs, through jax-triton; `triton_kernels` has the mathematics.
 
-Forward: all chunks' scores and decayed queries and keys at once, the state at every chunk's start in
-one pass over each sequence, then all outputs. Backward: the state's gradient at every chunk's end in one pass from the last chunk
-to the first, then d_v, and d_q, d_k and the decays' gradients, of all chunks at once.
+Forward: all chunks' scores and decayed queries and keys at once, the state at every chunk's start
+in one pass over each sequence, then all outputs. Backward: the state's gradient at every chunk's
+end in one pass from the last chunk to the first, then d_v, and d_q, d_k and the decays' gradients,
+of all chunks at once.
 """
 
 from collections.abc import Mapping
@@ -18,8 +19,11 @@ unavailable = triton_util.unavailable
 
 
 class Residuals(NamedTuple):
-    """What the backward needs: the inputs, the states at the chunks' starts, the scores, decayed q and
-    k, and the chunks' decays."""
+    """What the backward needs.
+
+    The inputs, the states at the chunks' starts, the scores, q decayed from the chunk's start and k
+    to its end, and the chunks' decays.
+    """
 
     q: Float[Array, "B T H K"]
     k: Float[Array, "B T H K"]
@@ -220,5 +224,6 @@ def _tiles(kernel: str, k: Array, v: Array) -> dict[str, int]:
     shape = triton_util.bucket(k.dtype, k.shape[-1], v.shape[-1])
     chosen = triton_util.choose(f"gated_linear_attention.{kernel}", shape, candidates, shared)
     return {
-        name: max(size, narrowest) if name.startswith("B") else size for name, size in chosen.items()
+        name: max(size, narrowest) if name.startswith("B") else size
+        for name, size in chosen.items()
     }

@@ -2,7 +2,8 @@
 
 With G the running sum of log decays inside a chunk of C tokens, S the state at its start:
 
-    A_tj = sum_k q_tk k_jk e^{G_tk - G_jk}  (j <= t);    o_t = scale (sum_j A_tj v_j + (q_t e^{G_t}) S)
+    A_tj = sum_k q_tk k_jk e^{G_tk - G_jk}, j <= t
+    o_t = scale (sum_j A_tj v_j + (q_t e^{G_t}) S)
     S_next = e^{G_C} S + sum_j (k_j e^{G_C - G_j})^T v_j
 
 The scores split into levels: halve the chunk, then its halves. A query in a right half and a key in
@@ -10,17 +11,18 @@ the left half of the same block meet at the block's middle m,
 
     e^{G_t - G_j} = e^{sum of g over (m, t]} e^{sum of g over (j, m]},
 
-two factors at most 1 whatever the decay. On each level a token is only a query or only a key, so one
-scaled matrix x serves as both sides of the product, and sums come from products with 0/1 matrices:
-nothing is subtracted, so nothing is lost to strong decays.
+two factors at most 1 whatever the decay. On each level a token is only a query or only a key, so
+one scaled matrix x serves as both sides of the product, and sums come from products with 0/1
+matrices: nothing is subtracted, so nothing is lost to strong decays.
 
-Most decays are mild: where half a chunk forgets less than e^-MILD, the chunk's own middle serves all
-pairs, with one factor above 1 and one below, far from overflow, and one product makes the scores.
+Most decays are mild: where half a chunk forgets less than e^-MILD, the chunk's own middle serves
+all pairs, with one factor above 1 and one below, far from overflow, and one product makes the
+scores.
 
-DECAY: 0 none, 1 one a head, 2 one a channel. Scores: [B, H, N, C, C], scaled. A tile that a pipelined
-loop loads goes to products or to arithmetic, never to both: the buffer of one that serves both is
-overwritten while the tensor cores still read it (Triton 3.7.1). Rows of 16-bit tiles have 64 elements
-or more: the compiler gets the addresses of narrower ones wrong.
+DECAY: 0 none, 1 one a head, 2 one a channel. Scores: [B, H, N, C, C], scaled. A tile that a
+pipelined loop loads goes to products or to arithmetic, never to both: the buffer of one that serves
+both is overwritten while the tensor cores still read it (Triton 3.7.1). Rows of 16-bit tiles have
+64 elements or more: the compiler gets the addresses of narrower ones wrong.
 """
 
 import triton
@@ -80,13 +82,14 @@ def suffix_sums(g, at, dtype: tl.constexpr, DECAY: tl.constexpr):
 
 @triton.jit
 def level_masks(at, half_log):
-    """Blocks of two halves: which tokens are queries, their sums' terms, and which pairs meet here."""
+    """Blocks of two halves: which tokens are queries, what they sum, and which pairs meet here."""
     block = at >> (half_log + 1)
     query = (at >> half_log) % 2 == 1
     same = block[:, None] == block[None, :]
     upto = query[None, :] & (at[None, :] <= at[:, None])
     after = (at[None, :] > at[:, None]) & ~query[None, :]
-    return query, same & tl.where(query[:, None], upto, after), same & (query[:, None] != query[None, :])
+    pairs = same & (query[:, None] != query[None, :])
+    return query, same & tl.where(query[:, None], upto, after), pairs
 
 
 @triton.jit
@@ -159,7 +162,10 @@ def scores_kernel(
     scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     LEVELS: tl.constexpr, DECAY: tl.constexpr,
 ):  # fmt: skip
-    """One chunk's scores, scaled, and with decays q e^{G_t}, k e^{G_C - G_j} and e^{G_C}. C = 2 ** LEVELS."""
+    """One chunk's scores, scaled, and with decays q e^{G_t}, k e^{G_C - G_j} and e^{G_C}.
+
+    C = 2 ** LEVELS.
+    """
     even: tl.constexpr = K % BK == 0
     g_stride: tl.constexpr = H * K if DECAY == 2 else H
     chunks = (length + C - 1) // C
@@ -241,7 +247,10 @@ def mix_kernel(
     scale: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one chunk's output, of decayed q and y = v. REVERSE: of d_v, of k and y = d_o."""
+    """Some columns of one chunk's output, from decayed q and y = v.
+
+    REVERSE: of d_v, from decayed k and y = d_o.
+    """
     even_k: tl.constexpr = K % BK == 0
     even_v: tl.constexpr = V % BV == 0
     tiles: tl.constexpr = (V + BV - 1) // BV
@@ -314,8 +323,8 @@ def gradients_kernel(
         o_tile = load_tile(d_o, at, left, H * V, v_column, V, even_v)
         d_scores += dot(o_tile, tl.trans(v_tile))
     d_scores = tl.where(at[:, None] >= at[None, :], d_scores * scale, 0.0)
-    # What a decay lets through: into later queries from the state (from_past), from earlier keys into
-    # the next state (to_future), from state to state (crossing).
+    # What a decay lets through: into later queries from the state (from_past), from earlier keys
+    # into the next state (to_future), from state to state (crossing).
     crossing = tl.zeros([BK], tl.float32)
     if DECAY:
         for start in range(0, V, BV):

@@ -1,0 +1,188 @@
+"""CCQ's and GLA's Triton kernels: what they lower to without a GPU, and their results on one."""
+
+import importlib
+import importlib.util
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import kernels
+from kernels import check, shapes, triton_util
+
+OPERATORS = ("ccq_query", "gated_linear_attention")
+STATIC = {"ccq_query": {"centered": True}, "gated_linear_attention": {"scale": 0.5}}
+NAMES = {
+    "ccq_query": ("q", "k", "lam", "log_decay", "initial_state"),
+    "gated_linear_attention": ("q", "k", "v", "log_decay", "initial_state"),
+}
+H200 = "NVIDIA H200"
+plugin = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+lowers = pytest.mark.skipif(
+    triton_util.missing_packages() is not None or not plugin,
+    reason=triton_util.missing_packages() or "JAX's CUDA plugin is not installed",
+)
+on_gpu = pytest.mark.skipif(
+    triton_util.unavailable() is not None, reason=str(triton_util.unavailable())
+)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_named_on_a_cpu_says_that_it_needs_a_gpu(operator):
+    if jax.default_backend() == "gpu":
+        pytest.skip("this machine has a GPU")
+    inputs = shapes.make_inputs(operator, shapes.SHAPES["short"])
+    with pytest.raises(RuntimeError, match=r"needs a GPU.*cpu"):
+        getattr(kernels, operator)(**inputs, implementation="triton")
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """Block sizes of one kernel, as a device with the given table would choose them."""
+
+    def choose(operator, kernel, width, *, table=None, dtype=jnp.bfloat16, chunk=128, decay=False):
+        monkeypatch.setattr(triton_util, "device_kind", lambda: H200)
+        monkeypatch.setattr(triton_util, "tuned_table", lambda: {H200: table or {}})
+        module = importlib.import_module(f"kernels.{operator}.triton")
+        x = jnp.zeros((1, 1, 1, width), dtype)
+        arguments = (x, chunk, decay) if operator == "ccq_query" else (x, x)
+        return module._tiles(kernel, *arguments)
+
+    return choose
+
+
+@pytest.mark.parametrize("width", [8, 64, 96, 192, 256, 512])
+@pytest.mark.parametrize("kernel", ["states", "read", "adjoint", "keys"])
+def test_ccq_tiles_fit_the_chunk_and_are_wide_enough(tiles, kernel, width):
+    for chunk in (64, 128):
+        for decay in (False, True):
+            config = tiles("ccq_query", kernel, width, chunk=chunk, decay=decay)
+            assert min(size for name, size in config.items() if name.startswith("B")) >= 64
+            rows = config.get("S") or config["R"]
+            assert chunk % rows == 0
+            if decay and "R" in config:
+                assert rows == chunk, "with decays a program takes a whole chunk"
+
+
+@pytest.mark.parametrize("kernel", ["carry", "scores", "mix", "gradients"])
+@pytest.mark.parametrize("width", [8, 64, 192, 512])
+def test_gla_tiles_are_wide_enough(tiles, kernel, width):
+    config = tiles("gated_linear_attention", kernel, width)
+    assert min(size for name, size in config.items() if name.startswith("B")) >= 64
+
+
+def test_a_table_cannot_ask_for_tiles_that_are_miscompiled(tiles):
+    entry = {"BK": 32, "BN": 16, "R": 16, "num_warps": 4, "num_stages": 2}
+    table = {"ccq_query.read": {"bfloat16 K128": entry}}
+    config = tiles("ccq_query", "read", 128, table=table)
+    assert (config["BK"], config["BN"], config["R"]) == (64, 64, 64)
+
+
+def arguments(operator, name, dtype, decay="mild"):
+    inputs = shapes.make_inputs(operator, shapes.SHAPES[name], dtype=dtype, decay=decay)
+    struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.tree.map(struct, tuple(inputs.get(key) for key in NAMES[operator]))
+
+
+def both_ways(operator, **options):
+    module = importlib.import_module(f"kernels.{operator}.triton")
+    static = STATIC[operator] | options
+
+    def run(*inputs):
+        out, state, residuals = module.forward(*inputs, **static)
+        return out, state, module.backward(residuals, out, state, **static)
+
+    return run
+
+
+def abstract_mesh(size=1):
+    gpu = jax.sharding.AbstractDevice(device_kind=H200, num_cores=132, platform="gpu")
+    axes = (jax.sharding.AxisType.Auto,)
+    return jax.sharding.AbstractMesh((size,), ("data",), axis_types=axes, abstract_device=gpu)
+
+
+@lowers
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(
+    "name, dtype, decay",
+    [
+        ("k64", "bfloat16", "mild"),
+        ("k192", "bfloat16", "none"),
+        ("token", "bfloat16", "mild"),
+        ("odd", "float32", "none"),
+    ],
+)
+def test_every_kernel_lowers_for_cuda(operator, name, dtype, decay):
+    inputs = arguments(operator, name, dtype, decay)
+    with jax.sharding.use_abstract_mesh(abstract_mesh()):
+        lowered = jax.jit(both_ways(operator)).trace(*inputs).lower(lowering_platforms=("cuda",))
+    calls = {"ccq_query": 5, "gated_linear_attention": 6}[operator]
+    assert lowered.as_text().count("triton_kernel_call") >= calls - 1
+
+
+@lowers
+def test_one_decay_a_head_lowers_for_cuda():
+    inputs = arguments("gated_linear_attention", "k64", "bfloat16", "mild per head")
+    with jax.sharding.use_abstract_mesh(abstract_mesh()):
+        jax.jit(both_ways("gated_linear_attention")).trace(*inputs).lower(
+            lowering_platforms=("cuda",)
+        )
+
+
+@lowers
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_lowers_inside_shard_map(operator):
+    inputs = arguments(operator, "k64", "bfloat16")
+    with jax.sharding.use_abstract_mesh(abstract_mesh(2)):
+        mapped = jax.shard_map(
+            both_ways(operator), in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")
+        )
+        jax.jit(mapped).trace(*inputs).lower(lowering_platforms=("cuda",))
+
+
+CASES = [
+    ("k64", "bfloat16", {"decay": "mixed", "segments": True}),
+    ("k96", "bfloat16", {"decay": "strong"}),
+    ("k128", "bfloat16", {"decay": "none", "keys": "crowded"}),
+    ("k192", "bfloat16", {"decay": "mild"}),
+    ("k256", "bfloat16", {"decay": "none"}),
+    ("k512", "bfloat16", {"decay": "mild"}),
+    ("tail", "float32", {"decay": "mixed", "keys": "crowded"}),
+    ("k128", "float32", {"decay": "strong"}),
+]
+
+
+@on_gpu
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("name, dtype, options", CASES)
+def test_results_and_gradients_are_those_of_float64(operator, name, dtype, options):
+    inputs = shapes.make_inputs(operator, shapes.SHAPES[name], dtype=dtype, **options)
+    errors, _ = check.compare(operator, "triton", inputs)
+    too_large = {
+        tensor: error
+        for tensor, error in errors.items()
+        if not error <= check.tolerance(tensor, dtype)
+    }
+    assert not too_large
+
+
+@on_gpu
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_second_run_and_a_row_on_its_own_give_the_same_bits(operator):
+    inputs = shapes.make_inputs(operator, shapes.SHAPES["k128"], dtype="bfloat16", decay="none")
+    assert set(check.repeats(operator, "triton", inputs).values()) == {0.0}
+
+
+@on_gpu
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("length", range(1, 10))
+def test_a_few_tokens_are_finite(operator, length):
+    shape = shapes.SHAPES["k64"]._replace(length=length)
+    inputs = shapes.make_inputs(operator, shape, dtype="bfloat16", decay="mixed")
+    out, state = getattr(kernels, operator)(**inputs, implementation="triton")
+    assert all(
+        math.isfinite(np.asarray(x, np.float64).sum()) for x in jax.tree.leaves((out, state))
+    )
