@@ -15,6 +15,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from ccq_jax.evaluation import PARTS, evaluate
+from ccq_jax.runtime import quiet_libraries
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file under configs/, as FILE[:SIZE].")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The directory that train.py wrote.", required=True)
@@ -27,6 +28,7 @@ def main(argv: list[str]) -> None:
     """Evaluates as the flags say."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}: fields are set as --config.NAME=VALUE")
+    quiet_libraries()
     try:
         evaluate(_CONFIG.value, _WORKDIR.value, step=_STEP.value, parts=_PARTS.value)
     except ValueError as error:

@@ -60,7 +60,7 @@ def language(config: ConfigDict, model: LanguageModel) -> dict:
 def length(config: ConfigDict, model: LanguageModel) -> dict:
     """Perplexity by position of held-out documents, at each of `eval.contexts`."""
     contexts = {}
-    bucket = max(1, min(config.eval.contexts) // 4)
+    bucket = max(1, min(config.eval.contexts) // 2)
     for context in _track(sorted(config.eval.contexts), "length"):
         documents = long_documents(config, context + 1, limit=config.eval.documents)
         if documents:
