@@ -9,6 +9,11 @@ import tempfile
 _DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
 
+# XLA's threads, by default as many as devices. Devices may enter two independent collectives in
+# different order and block a thread in each, so that many are too few: with the 8 x 1 mesh on two
+# cores, training steps of JAX 0.10 then hang within seconds.
+os.environ.setdefault("NPROC", "32")
+
 # Tests share what they compile, with each other and with the programs that they start.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _CACHE = tempfile.mkdtemp(prefix="ccq_jax_tests_")

@@ -28,7 +28,7 @@ def launch(workdir: Path, data: Path, index: int, count: int, port: int) -> subp
             "JAX_PROCESS_ID": str(index),
         }
     script = TESTS.parent / "train.py"
-    flags = [f"--config={TESTS / 'tiny_run.py'}:{data}", f"--workdir={workdir}"]
+    flags = [f"--config={TESTS / 'tiny_run.py'}:{data},attention", f"--workdir={workdir}"]
     flags += ["--config.mesh.data=-1", f"--config.mesh.fsdp={count}"]
     return subprocess.Popen(
         [sys.executable, "-u", str(script), *flags],

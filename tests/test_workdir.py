@@ -102,11 +102,8 @@ def test_a_run_without_checkpoints_may_change_altogether(tmp_path):
 
 
 def test_one_process_trains_in_a_directory_at_a_time(tmp_path):
-    with open_run(tmp_path, config()):
-        with (
-            pytest.raises(WorkdirError, match="another process is training"),
-            open_run(tmp_path, config()),
-        ):
-            pass
-    with open_run(tmp_path, config()):
+    claim = lambda: open_run(tmp_path, config())
+    with claim(), pytest.raises(WorkdirError, match="another process is training"), claim():
+        pass
+    with claim():
         pass

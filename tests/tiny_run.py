@@ -1,4 +1,4 @@
-"""The tests' run as a config file: --config=tests/tiny_run.py:DIRECTORY."""
+"""The tests' run as a config file: --config=tests/tiny_run.py:DIRECTORY,MIXER."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ from ml_collections import ConfigDict
 from training import tiny_config
 
 
-def get_config(directory: str) -> ConfigDict:
-    config = tiny_config(Path(directory), steps=12)
+def get_config(arg: str) -> ConfigDict:
+    directory, mixer = arg.rsplit(",", 1)
+    config = tiny_config(Path(directory), mixer=mixer, steps=12)
     config.checkpoint.every = 3
     return config

@@ -29,7 +29,6 @@ def tiny_config(directory: Path, *, mixer: str = "gated_deltanet", **train: Any)
     config.train.update({"log_every": 1} | train)
     config.eval.update({"every": 4, "batches": 2})
     config.checkpoint.update({"every": 4, "keep": 2})
-    config.mesh.data, config.mesh.fsdp = len(jax.devices()), 1
     return config
 
 
