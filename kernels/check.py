@@ -95,7 +95,7 @@ def named(results: tuple[Any, Any], gradients: dict[str, Any]) -> dict[str, Any]
     """Every tensor by its name in the table: out, state, dq, ..., and the parts of a CCQState."""
     out, state = results
     tensors = {"out": out, "state": state} | {f"d{name}": x for name, x in gradients.items()}
-    flat = {}
+    flat: dict[str, Any] = {}
     for name, x in tensors.items():
         if isinstance(x, tuple):
             flat |= {
@@ -150,16 +150,15 @@ def _largest_difference(left: Any, right: Any) -> float:
 
 
 def measure(
-    operators: list[str], implementations: list[str], dtypes: list[str], names: list[str]
+    implementations: dict[str, list[str]], dtypes: list[str], names: list[str]
 ) -> Iterator[dict[str, Any]]:
     """One record an operator, implementation, dtype and tensor: the worst error and its case."""
-    for operator in operators:
-        able = [x for x in implementations if dispatch.unavailable(operator, x) is None]
+    for operator, able_here in implementations.items():
         for dtype in dtypes:
             worst: dict[tuple[str, str], dict[str, Any]] = {}
             for name, case, inputs, options in _problems(operator, dtype, names):
                 expected = None
-                for implementation in able:
+                for implementation in able_here:
                     errors, expected = compare(
                         operator, implementation, inputs, expected=expected, **options
                     )
@@ -200,13 +199,9 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--op", default="all", help=f"all, or some of {','.join(shapes.OPERATORS)}")
-    parser.add_argument(
-        "--implementation",
-        default="all",
-        help=f"all that run here, or some of {','.join(dispatch.IMPLEMENTATIONS)}",
-    )
-    parser.add_argument("--dtype", default="all", help=f"all, or some of {','.join(DTYPES)}")
+    add_choice(parser, "op", shapes.OPERATORS)
+    add_choice(parser, "implementation", dispatch.IMPLEMENTATIONS, "all that run here")
+    add_choice(parser, "dtype", DTYPES)
     parser.add_argument(
         "--shapes",
         default="small,wide,long" if accelerated else "small",
@@ -215,22 +210,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="JSON lines instead of the table")
     args = parser.parse_args(argv)
 
-    operators = _chosen(parser, "op", args.op, shapes.OPERATORS)
-    implementations = _chosen(
-        parser, "implementation", args.implementation, dispatch.IMPLEMENTATIONS
-    )
-    dtypes = _chosen(parser, "dtype", args.dtype, DTYPES)
+    operators = chosen(parser, "op", args.op, shapes.OPERATORS)
+    wanted = chosen(parser, "implementation", args.implementation, dispatch.IMPLEMENTATIONS)
+    dtypes = chosen(parser, "dtype", args.dtype, DTYPES)
     groups = {"small": shapes.SMALL, "wide": shapes.WIDE, "long": shapes.LONG}
-    names = []
-    for name in _chosen(parser, "shapes", args.shapes, (*groups, *shapes.SHAPES)):
+    names: list[str] = []
+    for name in chosen(parser, "shapes", args.shapes, (*groups, *shapes.SHAPES)):
         names += groups.get(name, (name,))
-    if args.implementation != "all":
-        for operator in operators:
-            for implementation in implementations:
-                dispatch.select(operator, implementation)
 
     wrong = 0
-    for record in measure(operators, implementations, dtypes, names):
+    named_ones = args.implementation != "all"
+    implementations = {operator: able(operator, wanted, named_ones) for operator in operators}
+    for record in measure(implementations, dtypes, names):
         wrong += not record["ok"]
         print(json.dumps(record) if args.json else _line(record), flush=True)
     if wrong:
@@ -238,9 +229,18 @@ def main(argv: list[str] | None = None) -> int:
     return int(wrong > 0)
 
 
-def _chosen(
+def add_choice(
+    parser: argparse.ArgumentParser, flag: str, known: tuple[str, ...], everything: str = "all"
+) -> None:
+    """Adds --flag, which takes names with commas between, or all."""
+    known_names = ",".join(known)
+    parser.add_argument(f"--{flag}", default="all", help=f"{everything}, or some of {known_names}")
+
+
+def chosen(
     parser: argparse.ArgumentParser, flag: str, value: str, known: tuple[str, ...]
 ) -> list[str]:
+    """The names in a flag's value; exits with a message where one is unknown."""
     if value == "all":
         return list(known)
     names = value.split(",")
@@ -248,6 +248,14 @@ def _chosen(
         if name not in known:
             parser.error(f"--{flag}: {name!r} is unknown; expected some of {', '.join(known)}")
     return names
+
+
+def able(operator: str, implementations: list[str], asked_for: bool) -> list[str]:
+    """Those that run here; where they were asked for by name, all, or RuntimeError says why not."""
+    if asked_for:
+        for implementation in implementations:
+            dispatch.select(operator, implementation)
+    return [x for x in implementations if dispatch.unavailable(operator, x) is None]
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -33,9 +33,7 @@ def join(x: Float[Array, "N B H C *D"], like: Array) -> Array:
     """Undoes `split`, to the length and dtype of the array `like`."""
     axes = 1, 0, 3, 2, *range(4, x.ndim)
     x = x.transpose(axes)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : like.shape[1]].astype(
-        like.dtype
-    )
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : like.shape[1]].astype(like.dtype)
 
 
 class Dot:
@@ -46,9 +44,7 @@ class Dot:
 
     def __init__(self, dtype: jnp.dtype):
         short = dtype != jnp.float32
-        self.precision = (
-            jax.lax.Precision.DEFAULT if short else jax.lax.Precision.HIGHEST
-        )
+        self.precision = jax.lax.Precision.DEFAULT if short else jax.lax.Precision.HIGHEST
 
     def __call__(self, a: Array, b: Array) -> Array:
         """a b"""
@@ -66,9 +62,7 @@ class Dot:
 exact = Dot(jnp.dtype("float32"))
 
 
-def row_dot(
-    a: Float[Array, "*N C K"], b: Float[Array, "*N C K"]
-) -> Float[Array, "*N C 1"]:
+def row_dot(a: Float[Array, "*N C K"], b: Float[Array, "*N C K"]) -> Float[Array, "*N C 1"]:
     """The product of each row of a with that of b."""
     # On CPU several times faster than to multiply and sum.
     product = jnp.einsum("...ck,...ck->...c", a, b, precision=jax.lax.Precision.HIGHEST)
@@ -103,9 +97,7 @@ def levels(decay: Float[Array, "*N C D"]) -> tuple[list[Level], Float[Array, "*N
     return found, whole[..., 0, :, :]
 
 
-def halves(
-    x: Float[Array, "*N C D"], length: int
-) -> tuple[Float[Array, "*N M L D"], ...]:
+def halves(x: Float[Array, "*N C D"], length: int) -> tuple[Float[Array, "*N M L D"], ...]:
     """The first and the second halves of each block of two times `length` tokens."""
     *outer, size, width = x.shape
     x = x.reshape(*outer, size // (2 * length), 2, length, width)
@@ -117,9 +109,7 @@ def join_blocks(
 ) -> Float[Array, "*N M 2L 2L"]:
     """The lower triangular [[first, 0], [cross, second]] of each two blocks."""
     top = jnp.concatenate([blocks[..., 0::2, :, :], jnp.zeros_like(cross)], -1)
-    return jnp.concatenate(
-        [top, jnp.concatenate([cross, blocks[..., 1::2, :, :]], -1)], -2
-    )
+    return jnp.concatenate([top, jnp.concatenate([cross, blocks[..., 1::2, :, :]], -1)], -2)
 
 
 class Decays(NamedTuple):
@@ -170,9 +160,4 @@ def log_decay_gradient(
     before = (index[:, None] < index).astype(pairs.dtype)
     until = 1 - before
     crossing = (exact(pairs, before) * until).sum(-2)
-    return (
-        crossing
-        + exact(start[..., 0], until)
-        + exact(end[..., 0], before)
-        + whole[..., 0]
-    )
+    return crossing + exact(start[..., 0], until) + exact(end[..., 0], before) + whole[..., 0]

@@ -55,7 +55,9 @@ def select(operator: str, implementation: str | None, *, length: int = 0) -> Mod
         )
     reason = unavailable(operator, implementation)
     if reason is not None:
-        raise RuntimeError(f"{operator}: implementation {implementation!r} cannot run here: {reason}")
+        raise RuntimeError(
+            f"{operator}: implementation {implementation!r} cannot run here: {reason}"
+        )
     return _module(operator, implementation)
 
 
@@ -76,7 +78,7 @@ def _module(operator: str, implementation: str) -> ModuleType:
 
 
 def _platform() -> str:
-    device = jax.config.jax_default_device
+    device = jax.config.values["jax_default_device"]
     if device is None:
         return jax.default_backend()
     return getattr(device, "platform", device)

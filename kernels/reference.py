@@ -79,7 +79,7 @@ def gradients(
 
 
 class _Problem:
-    """An operator's inputs in float64, with an initial state, decays that know the segments, and grouped heads repeated."""
+    """Inputs in float64, with an initial state, decays that know segments, and grouped heads repeated."""
 
     def __init__(self, operator: str, inputs: Mapping[str, Any], options: Mapping[str, Any]):
         self.recurrence = RECURRENCES[operator]
@@ -105,7 +105,8 @@ class _Problem:
         self.arrays = arrays | {"decay": decay}
 
         heads = (batch, self.value_heads)
-        shapes = {"state": (*heads, width, arrays["v"].shape[-1] if "v" in arrays else 0)}
+        value_width = arrays["v"].shape[-1] if "v" in arrays else 0
+        shapes: dict[str, tuple[int, ...]] = {"state": (*heads, width, value_width)}
         shapes |= {"count": heads, "key_sum": (*heads, width), "key_outer": (*heads, width, width)}
         self.has_initial_state = "initial_state" in given
         if self.has_initial_state:
@@ -115,7 +116,7 @@ class _Problem:
 
     def token(self, t: int) -> Arrays:
         token = {name: x[:, t] for name, x in self.arrays.items()}
-        return token | {"scale": np.float64(self.scale), "centered": np.float64(self.centered)}
+        return token | {"scale": np.array(self.scale), "centered": np.array(float(self.centered))}
 
     def as_given(self, grads: Arrays, d_initial: Arrays) -> dict[str, Any]:
         """Gradients of the inputs as they were given: key heads summed over their group, log_decay in its own shape."""

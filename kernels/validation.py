@@ -41,7 +41,9 @@ def _check_dims(operator: str, sizes: dict[str, int], name: str, value: Any, dim
     for letter, size in zip(letters, value.shape, strict=True):
         bound = int(letter) if letter.isdigit() else sizes.setdefault(letter, size)
         if size != bound:
-            raise ValueError(f"{wrong}: {letter} is {size} here and {bound} in the arguments before")
+            raise ValueError(
+                f"{wrong}: {letter} is {size} here and {bound} in the arguments before"
+            )
         if size < 1:
             raise ValueError(f"{wrong}: {letter} must be at least 1")
 

@@ -73,8 +73,9 @@ def ccq_query(
 def _checked_state(state: CCQState | None, sizes: dict[str, int]) -> CCQState:
     if state is None:
         batch, heads, width = (sizes[x] for x in ("B", "H", "K"))
-        shapes = CCQState((batch, heads), (batch, heads, width), (batch, heads, width, width))
-        return CCQState(*(jnp.zeros(shape, jnp.float32) for shape in shapes))
+        shape = batch, heads
+        shapes = shape, (*shape, width), (*shape, width, width)
+        return CCQState(*(jnp.zeros(x, jnp.float32) for x in shapes))
     if not isinstance(state, tuple) or len(state) != 3:
         raise TypeError(f"{NAME}: initial_state is {type(state).__name__}; expected a CCQState")
     for name, value, dims in zip(CCQState._fields, state, ("B H", "B H K", "B H K K"), strict=True):

@@ -1,10 +1,12 @@
 """The recurrence, one token at a time: what every other implementation must equal, and the decode step.
 
-A covariance is the same about any origin, while C / n - mu mu^T loses its digits when the keys share
-a large component. So the sums are kept about the newest key.
+The statistics are carried as count, mean and covariance. Of sums, C / n - mu mu^T would lose its digits
+when keys share a large component. Only the first token works on sums, as a caller's state is sums, whose
+gradient exists where the count, by which a mean is divided, is still 0.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,14 @@ from kernels.ccq_query.state import CCQState
 
 differentiable = True
 einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+class Moments(NamedTuple):
+    """Of the keys so far; `cov` is Sigma, or the second moment about 0 if not centred."""
+
+    count: Float[Array, "B H"]  # type: ignore[assignment]  # it hides tuple.count
+    mean: Float[Array, "B H K"]
+    cov: Float[Array, "B H K K"]
 
 
 def forward(
@@ -28,38 +38,64 @@ def forward(
 ) -> tuple[Float[Array, "B T H K"], CCQState]:
     """Cleaned queries and final statistics; see `kernels.ccq_query`."""
     del chunk_size
+    if log_decay is None:
+        log_decay = jax.lax.full_like(lam, 0)
 
-    def step(carry, token):
-        origin, state = carry
-        q, k, lam = (x.astype(jnp.float32) for x in token[:3])
-        if log_decay is not None:
-            decay = jnp.exp(token[3].astype(jnp.float32))
-            state = jax.tree.map(lambda x: jnp.einsum("bh,bh...->bh...", decay, x), state)
+    def clean(moments, q, lam):
+        return q - lam[..., None] * einsum("bhij,bhj->bhi", moments.cov, q)
+
+    def step(moments, token):
+        q, k, lam, log_decay = token
+        past = jnp.exp(log_decay) * moments.count
+        count = past + 1
+        keep, share = (past / count)[..., None], (1 / count)[..., None]
+        delta = k - moments.mean
+        mean = moments.mean + share * delta
         if centered:
-            # Whatever the origin, the result is the same: it has no gradient.
-            new_origin = jax.lax.stop_gradient(k)
-            state, origin = move_origin(state, new_origin - origin), new_origin
-        delta = k - origin
-        count = state.count + 1
-        total = state.key_sum + delta
-        outer = state.key_outer + delta[..., :, None] * delta[..., None, :]
-        read = einsum("bhij,bhj->bhi", outer, q) / count[..., None]
-        if centered:
-            mean = total / count[..., None]
-            read = read - mean * einsum("bhi,bhi->bh", mean, q)[..., None]
-        return (origin, CCQState(count, total, outer)), q - lam[..., None] * read
+            cov = keep[..., None] * (moments.cov + share[..., None] * _outer(delta))
+        else:
+            cov = keep[..., None] * moments.cov + share[..., None] * _outer(k)
+        moments = Moments(count, mean, cov)
+        return moments, clean(moments, q, lam)
 
-    origin = jax.lax.full_like(initial_state.key_sum, 0)
-    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, lam, log_decay))
-    (origin, state), out = jax.lax.scan(step, (origin, initial_state), tokens)
-    return jnp.moveaxis(out, 0, 1).astype(q.dtype), move_origin(state, -origin)
+    tokens = tuple(jnp.moveaxis(x, 1, 0).astype(jnp.float32) for x in (q, k, lam, log_decay))
+    (first_q, first_k, first_lam, first_decay), rest = (
+        tuple(x[i] for x in tokens) for i in (0, slice(1, None))
+    )
+    moments = _first_moments(initial_state, first_k, first_decay, centered)
+    first = clean(moments, first_q, first_lam)[None]
+    moments, out = jax.lax.scan(step, moments, rest)
+    out = jnp.moveaxis(jnp.concatenate([first, out]), 0, 1).astype(q.dtype)
+    return out, _to_sums(moments, centered)
 
 
-def move_origin(state: CCQState, by: Float[Array, "B H K"]) -> CCQState:
-    """The sums over k - by, from the sums over k."""
+def _first_moments(state: CCQState, k: Array, log_decay: Array, centered: bool) -> Moments:
+    """Moments after the first key, from the sums before it."""
+    decay = jnp.exp(log_decay)
+    # The result is the same about any origin, which therefore has no gradient.
+    origin = jax.lax.stop_gradient(k) if centered else jax.lax.full_like(k, 0)
+    past = _move_origin(state, origin)
+    count = decay * past.count + 1
+    mean = (decay[..., None] * past.key_sum + (k - origin)) / count[..., None]
+    outer = decay[..., None, None] * past.key_outer + _outer(k - origin)
+    cov = outer / count[..., None, None]
+    return Moments(count, mean + origin, cov - _outer(mean) if centered else cov)
+
+
+def _to_sums(moments: Moments, centered: bool) -> CCQState:
+    count, mean, cov = moments
+    outer = cov + _outer(mean) if centered else cov
+    return CCQState(count, count[..., None] * mean, count[..., None, None] * outer)
+
+
+def _move_origin(state: CCQState, origin: Float[Array, "B H K"]) -> CCQState:
+    """Sums of k - origin, from sums of k."""
     count, total, outer = state
-    shifted = total - count[..., None] * by
-    cross = by[..., :, None] * total[..., None, :]
+    cross = origin[..., :, None] * total[..., None, :]
     outer = outer - cross - jnp.swapaxes(cross, -1, -2)
-    outer = outer + count[..., None, None] * by[..., :, None] * by[..., None, :]
-    return CCQState(count, shifted, outer)
+    outer = outer + count[..., None, None] * _outer(origin)
+    return CCQState(count, total - count[..., None] * origin, outer)
+
+
+def _outer(x: Float[Array, "*N K"]) -> Float[Array, "*N K K"]:
+    return x[..., :, None] * x[..., None, :]

@@ -11,6 +11,6 @@ class CCQState(NamedTuple):
     The keys' mean is key_sum / count and their covariance key_outer / count - mean mean^T.
     """
 
-    count: Float[Array, "B H"]
+    count: Float[Array, "B H"]  # type: ignore[assignment]  # it hides tuple.count
     key_sum: Float[Array, "B H K"]
     key_outer: Float[Array, "B H K K"]

@@ -33,7 +33,7 @@ class Chunks(NamedTuple):
 class Moments(NamedTuple):
     """Statistics of the keys before a chunk; not centred, `cov` is the second moment about 0."""
 
-    count: Float[Array, "*N B H 1 1"]
+    count: Float[Array, "*N B H 1 1"]  # type: ignore[assignment]  # it hides tuple.count
     mean: Float[Array, "*N B H 1 K"]
     cov: Float[Array, "*N B H K K"]
 
@@ -43,7 +43,7 @@ class Weights(NamedTuple):
 
     pairs: Float[Array, "N B H C C"]
     past: Float[Array, "N B H C 1"]
-    count: Float[Array, "N B H C 1"]
+    count: Float[Array, "N B H C 1"]  # type: ignore[assignment]  # it hides tuple.count
     decays: chunk.Decays
 
 
@@ -77,7 +77,7 @@ def forward(
 ) -> tuple[Float[Array, "B T H K"], CCQState, Any]:
     """Cleaned queries, final statistics and residuals; see `kernels.ccq_query`."""
     inputs = (q, k, lam, log_decay)
-    x = _chunks(*inputs, chunk_size)
+    x = _chunks(*inputs, chunk_size=chunk_size)
     dot = chunk.Dot(q.dtype)
     decays = _decays(x)
     last, past = _moments(dot, x, decays, initial_state, centered)
@@ -100,7 +100,7 @@ def backward(
 ) -> tuple[Any, ...]:
     """Gradients of (q, k, lam, log_decay, initial_state)."""
     inputs, past = residuals
-    x = _chunks(*inputs, chunk_size)
+    x = _chunks(*inputs, chunk_size=chunk_size)
     dot = chunk.Dot(inputs[0].dtype)
     weights = _weights(_decays(x), past)
     origins = _origins(x, past, centered)
@@ -145,13 +145,11 @@ def backward(
 
 
 def _chunks(
-    q: Array, k: Array, lam: Array, log_decay: Array | None, chunk_size: int | None
+    q: Array, k: Array, lam: Array, log_decay: Array | None, *, chunk_size: int | None
 ) -> Chunks:
     tokens = q.shape[1]
     length = chunk.length_for(tokens, chunk_size)
-    q, k, lam, log_decay = jax.tree.map(
-        lambda y: chunk.split(y, length), (q, k, lam, log_decay)
-    )
+    q, k, lam, log_decay = jax.tree.map(lambda y: chunk.split(y, length), (q, k, lam, log_decay))
     valid = (jnp.arange(q.shape[0] * length) < tokens).reshape(-1, 1, 1, length, 1)
     return Chunks(q, k, lam[..., None], log_decay, valid)
 
@@ -189,9 +187,7 @@ def _moments(
 
     own_count = jnp.broadcast_to(own.count, (*x.k.shape[:3], 1, 1))
     whole = jnp.broadcast_to(decays.whole, (*x.k.shape[:3], 1, 1))
-    return jax.lax.scan(
-        step, _from_sums(initial, centered), (own._replace(count=own_count), whole)
-    )
+    return jax.lax.scan(step, _from_sums(initial, centered), (own._replace(count=own_count), whole))
 
 
 def _from_sums(state: CCQState, centered: bool) -> Moments:
@@ -319,12 +315,8 @@ def _log_decay_gradient(
 ) -> Float[Array, "N B H C"]:
     pairs = weights.pairs * (of_q.deviation * of_d.deviation - product)
     of_cov = chunk.row_dot(d_read, dot.nt(q, past.cov))
-    start = weights.past * (
-        of_cov + of_q.past_deviation * of_d.past_deviation - product
-    )
-    at_keys = later.constant + chunk.row_dot(
-        later.linear + dot(keys, later.square), keys
-    )
+    start = weights.past * (of_cov + of_q.past_deviation * of_d.past_deviation - product)
+    at_keys = later.constant + chunk.row_dot(later.linear + dot(keys, later.square), keys)
     at_past = later.constant + chunk.row_dot(later.linear, past_mean)
     at_past += chunk.row_dot(later.square, past.cov).sum(-2, keepdims=True)
     whole = weights.decays.whole * past.count * at_past

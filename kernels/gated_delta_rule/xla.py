@@ -50,7 +50,7 @@ def forward(
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"], Any]:
     """Outputs, final state and residuals; see `kernels.gated_delta_rule`."""
     inputs = (q, k, v, log_decay, beta)
-    x = _chunks(*inputs, chunk_size)
+    x = _chunks(*inputs, chunk_size=chunk_size)
     dot = chunk.Dot(q.dtype)
     decays = chunk.scalar_decays(x.log_decay)
     products = _products(dot, x, decays)
@@ -80,7 +80,7 @@ def backward(
 ) -> tuple[Array, ...]:
     """Gradients of (q, k, v, log_decay, beta, initial_state)."""
     inputs, states = residuals
-    x = _chunks(*inputs, chunk_size)
+    x = _chunks(*inputs, chunk_size=chunk_size)
     dot = chunk.Dot(inputs[0].dtype)
     decays = chunk.scalar_decays(x.log_decay)
     products = _products(dot, x, decays)
@@ -101,9 +101,7 @@ def backward(
         (products.read, k_end, decays.whole, d_u_inside, dot.tn(q_start, d_out)),
         reverse=True,
     )
-    gradients = _inner_gradients(
-        dot, x, decays, products, scores, states, d_out, d_u, d_states
-    )
+    gradients = _inner_gradients(dot, x, decays, products, scores, states, d_out, d_u, d_states)
     gradients = tuple(
         chunk.join(_merge_heads(gradient), like)
         for gradient, like in zip(gradients, inputs, strict=True)
@@ -150,19 +148,15 @@ def _inner_gradients(
 
 
 def _chunks(
-    q: Array, k: Array, v: Array, log_decay: Array, beta: Array, chunk_size: int | None
+    q: Array, k: Array, v: Array, log_decay: Array, beta: Array, *, chunk_size: int | None
 ) -> Chunks:
     length = chunk.length_for(q.shape[1], chunk_size)
-    split = [
-        _split_heads(chunk.split(y, length), q.shape[2])
-        for y in (q, k, v, log_decay, beta)
-    ]
-    return Chunks(*split[:4], split[4][..., None])
+    heads = q.shape[2]
+    x = Chunks(*(_split_heads(chunk.split(y, length), heads) for y in (q, k, v, log_decay, beta)))
+    return x._replace(beta=x.beta[..., None])
 
 
-def _split_heads(
-    x: Float[Array, "N B HV *C"], key_heads: int
-) -> Float[Array, "N B H G *C"]:
+def _split_heads(x: Float[Array, "N B HV *C"], key_heads: int) -> Float[Array, "N B H G *C"]:
     return x.reshape(*x.shape[:2], key_heads, -1, *x.shape[3:])
 
 
@@ -195,7 +189,5 @@ def inverse_of_unit_lower(lower: Float[Array, "*N C C"]) -> Float[Array, "*N C C
             -3,
         )
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        inverse = chunk.join_blocks(
-            inverse, -chunk.exact(second, chunk.exact(below, first))
-        )
+        inverse = chunk.join_blocks(inverse, -chunk.exact(second, chunk.exact(below, first)))
     return inverse[..., 0, :, :]

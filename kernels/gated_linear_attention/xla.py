@@ -48,7 +48,7 @@ def forward(
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Any]:
     """Outputs, final state and residuals; see `kernels.gated_linear_attention`."""
     inputs = (q, k, v, log_decay)
-    keys, values = _chunks(*inputs, chunk_size)
+    keys, values = _chunks(*inputs, chunk_size=chunk_size)
     dot = chunk.Dot(q.dtype)
     scores = _scores(dot, keys)
 
@@ -56,9 +56,7 @@ def forward(
         whole, written = chunk_inputs
         return whole * state + written, state
 
-    state, states = jax.lax.scan(
-        step, initial_state, (scores.whole, dot.tn(scores.end, values))
-    )
+    state, states = jax.lax.scan(step, initial_state, (scores.whole, dot.tn(scores.end, values)))
     out = scale * (dot(scores.start, states) + dot(scores.pairs, values))
     return chunk.join(out, v), state, (inputs, states)
 
@@ -73,7 +71,7 @@ def backward(
 ) -> tuple[Array | None, ...]:
     """Gradients of (q, k, v, log_decay, initial_state)."""
     inputs, states = residuals
-    keys, values = _chunks(*inputs, chunk_size)
+    keys, values = _chunks(*inputs, chunk_size=chunk_size)
     dot = chunk.Dot(inputs[0].dtype)
     scores = _scores(dot, keys)
     d_out = scale * chunk.split(d_out, values.shape[-2])
@@ -98,13 +96,13 @@ def backward(
         chunk.join(d_keys.q, q),
         chunk.join(d_keys.k, k),
         chunk.join(d_values, v),
-        None if log_decay is None else chunk.join(d_keys.log_decay, log_decay),
+        None if d_keys.log_decay is None else chunk.join(d_keys.log_decay, log_decay),
         d_initial,
     )
 
 
 def _chunks(
-    q: Array, k: Array, v: Array, log_decay: Array | None, chunk_size: int | None
+    q: Array, k: Array, v: Array, log_decay: Array | None, *, chunk_size: int | None
 ) -> tuple[Keys, Float[Array, "N B H C V"]]:
     length = chunk.length_for(q.shape[1], chunk_size)
     keys = jax.tree.map(lambda x: chunk.split(x, length), Keys(q, k, log_decay))
@@ -153,7 +151,7 @@ def _channel_scores(dot: chunk.Dot, keys: Keys) -> Scores:
     A query is decayed from the middle of its block, and a key to it, so both factors are at most 1.
     """
     q, k, log_decay = keys
-    levels, whole = chunk.levels(jnp.exp(log_decay))
+    levels, whole = chunk.levels(jnp.exp(jnp.asarray(log_decay)))
     pairs = chunk.row_dot(q, k)[..., None]
     for level in levels[:-1]:
         length = pairs.shape[-1]
@@ -166,7 +164,7 @@ def _channel_scores(dot: chunk.Dot, keys: Keys) -> Scores:
 
 def _channel_gradients(dot: chunk.Dot, keys: Keys, d: Scores) -> Keys:
     q, k, log_decay = keys
-    decay = jnp.exp(log_decay)
+    decay = jnp.exp(jnp.asarray(log_decay))
     levels, whole = chunk.levels(decay)
     head, tail = levels[-1]
     d_start, d_end = head * d.start, tail * d.end
@@ -198,10 +196,7 @@ def _cross_blocks(
     """
     size = 2 * length
     blocks = jnp.stack(
-        [
-            pairs[..., i : i + size, i : i + size]
-            for i in range(0, pairs.shape[-1], size)
-        ],
+        [pairs[..., i : i + size, i : i + size] for i in range(0, pairs.shape[-1], size)],
         -3,
     )
     second = jnp.arange(size) >= length
