@@ -50,23 +50,28 @@ def forward(
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"], Any]:
     """Outputs, final state and residuals; see `kernels.gated_delta_rule`."""
     inputs = (q, k, v, log_decay, beta)
-    x = _chunks(*inputs, chunk_size=chunk_size)
+    length, tokens_in_group = chunk.lengths(
+        *v.shape[:3], max(q.shape[3], v.shape[3]), chunk_size
+    )
     dot = chunk.Dot(q.dtype)
-    decays = chunk.scalar_decays(x.log_decay)
-    products = _products(dot, x, decays)
-    k_end = x.k * decays.end
 
-    def step(state, chunk_inputs):
-        read, write, k_end, whole = chunk_inputs
+    def step(state, x):
+        read, write, k_end, whole = x
         u = write - dot(read, state)
         return whole * state + dot.tn(k_end, u), (state, u)
 
-    state = initial_state.reshape(*x.v.shape[1:4], *initial_state.shape[2:])
-    state, (states, u) = jax.lax.scan(
-        step, state, (products.read, products.write, k_end, decays.whole)
+    def group(state, tokens, _):
+        x = _chunks(*tokens, length)
+        decays = chunk.scalar_decays(x.log_decay)
+        products = _products(dot, x, decays)
+        xs = products.read, products.write, x.k * decays.end, decays.whole
+        state, (states, u) = jax.lax.scan(step, state, xs)
+        out = dot(x.q * decays.start, states) + dot(dot.nt(x.q, x.k) * decays.pairs, u)
+        return state, (chunk.join(_merge_heads(scale * out), v.dtype), states)
+
+    state, (out, states) = chunk.over_groups(
+        group, _split_state(initial_state, q), inputs, tokens_in_group=tokens_in_group
     )
-    out = dot(x.q * decays.start, states) + dot(dot.nt(x.q, x.k) * decays.pairs, u)
-    out = chunk.join(_merge_heads(scale * out), v)
     return out, state.reshape(initial_state.shape), (inputs, states)
 
 
@@ -80,31 +85,44 @@ def backward(
 ) -> tuple[Array, ...]:
     """Gradients of (q, k, v, log_decay, beta, initial_state)."""
     inputs, states = residuals
-    x = _chunks(*inputs, chunk_size=chunk_size)
-    dot = chunk.Dot(inputs[0].dtype)
-    decays = chunk.scalar_decays(x.log_decay)
-    products = _products(dot, x, decays)
-    d_out = scale * _split_heads(chunk.split(d_out, x.q.shape[-2]), x.q.shape[2])
+    q, _, v, *_ = inputs
+    length, tokens_in_group = chunk.lengths(
+        *v.shape[:3], max(q.shape[3], v.shape[3]), chunk_size
+    )
+    dot = chunk.Dot(q.dtype)
 
-    q_start, k_end = x.q * decays.start, x.k * decays.end
-    scores = dot.nt(x.q, x.k)
-    d_u_inside = dot.tn(scores * decays.pairs, d_out)
-
-    def step(d_state, chunk_inputs):
-        read, k_end, whole, d_u_inside, d_state_inside = chunk_inputs
+    def step(d_state, x):
+        read, k_end, whole, d_u_inside, d_state_inside = x
         d_u = d_u_inside + dot(k_end, d_state)
         return whole * d_state + d_state_inside - dot.tn(read, d_u), (d_state, d_u)
 
-    d_initial, (d_states, d_u) = jax.lax.scan(
-        step,
-        d_state.reshape(states.shape[1:]),
-        (products.read, k_end, decays.whole, d_u_inside, dot.tn(q_start, d_out)),
+    def group(d_state, tokens, states):
+        inputs, d_out = tokens
+        x = _chunks(*inputs, length)
+        decays = chunk.scalar_decays(x.log_decay)
+        products = _products(dot, x, decays)
+        d_out = scale * _split_heads(chunk.split(d_out, length), q.shape[2])
+        scores = dot.nt(x.q, x.k)
+        d_u_inside = dot.tn(scores * decays.pairs, d_out)
+        d_state_inside = dot.tn(x.q * decays.start, d_out)
+        xs = products.read, x.k * decays.end, decays.whole, d_u_inside, d_state_inside
+        d_state, (d_states, d_u) = jax.lax.scan(step, d_state, xs, reverse=True)
+        gradients = _inner_gradients(
+            dot, x, decays, products, scores, states, d_out, d_u, d_states
+        )
+        gradients = tuple(
+            chunk.join(_merge_heads(gradient), given.dtype)
+            for gradient, given in zip(gradients, inputs, strict=True)
+        )
+        return d_state, (gradients, None)
+
+    d_initial, (gradients, _) = chunk.over_groups(
+        group,
+        _split_state(d_state, q),
+        (inputs, d_out),
+        states,
+        tokens_in_group=tokens_in_group,
         reverse=True,
-    )
-    gradients = _inner_gradients(dot, x, decays, products, scores, states, d_out, d_u, d_states)
-    gradients = tuple(
-        chunk.join(_merge_heads(gradient), like)
-        for gradient, like in zip(gradients, inputs, strict=True)
     )
     return *gradients, d_initial.reshape(d_state.shape)
 
@@ -148,15 +166,22 @@ def _inner_gradients(
 
 
 def _chunks(
-    q: Array, k: Array, v: Array, log_decay: Array, beta: Array, *, chunk_size: int | None
+    q: Array, k: Array, v: Array, log_decay: Array, beta: Array, length: int
 ) -> Chunks:
-    length = chunk.length_for(q.shape[1], chunk_size)
-    heads = q.shape[2]
-    x = Chunks(*(_split_heads(chunk.split(y, length), heads) for y in (q, k, v, log_decay, beta)))
-    return x._replace(beta=x.beta[..., None])
+    split = [
+        _split_heads(chunk.split(y, length), q.shape[2])
+        for y in (q, k, v, log_decay, beta)
+    ]
+    return Chunks(*split[:4], split[4][..., None])
 
 
-def _split_heads(x: Float[Array, "N B HV *C"], key_heads: int) -> Float[Array, "N B H G *C"]:
+def _split_state(x: Float[Array, "B HV K V"], q: Array) -> Float[Array, "B H G K V"]:
+    return x.reshape(x.shape[0], q.shape[2], -1, *x.shape[2:])
+
+
+def _split_heads(
+    x: Float[Array, "N B HV *C"], key_heads: int
+) -> Float[Array, "N B H G *C"]:
     return x.reshape(*x.shape[:2], key_heads, -1, *x.shape[3:])
 
 
@@ -189,5 +214,7 @@ def inverse_of_unit_lower(lower: Float[Array, "*N C C"]) -> Float[Array, "*N C C
             -3,
         )
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        inverse = chunk.join_blocks(inverse, -chunk.exact(second, chunk.exact(below, first)))
+        inverse = chunk.join_blocks(
+            inverse, -chunk.exact(second, chunk.exact(below, first))
+        )
     return inverse[..., 0, :, :]
