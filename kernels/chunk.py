@@ -22,14 +22,16 @@ GRID = 256.0
 
 
 def lengths(
-    batch: int, tokens: int, heads: int, width: int, chunk_size: int | None
+    shape: tuple[int, ...], widths: tuple[int, ...], chunk_size: int | None
 ) -> tuple[int, int]:
-    """Tokens of a chunk, and of a group of chunks that is worked on at once.
+    """Tokens of a chunk, and of a group of chunks that is worked on at once, for a shape [B, T, H, ...].
 
     The default chunk is short for narrow heads, as work in a chunk grows with its length, and work on
     the states with the width. No chunk is longer than the power of two that holds all the tokens. A group
     has chunks enough to keep the machine busy, few enough for a CPU's cache.
     """
+    batch, tokens, heads, *_ = shape
+    width = max(widths)
     default = 32 if width <= 64 else 64
     length = min(chunk_size or default, 1 << (tokens - 1).bit_length())
     budget = GROUP_ELEMENTS.get(jax.default_backend(), GROUP_ELEMENTS_ELSEWHERE)
@@ -83,9 +85,7 @@ def over_groups(
     def body(carry: Any, group: Any) -> Any:
         index, kept = group
         part = jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(
-                x, index * tokens_in_group, tokens_in_group, 1
-            ),
+            lambda x: jax.lax.dynamic_slice_in_dim(x, index * tokens_in_group, tokens_in_group, 1),
             tokens,
         )
         return step(carry, part, kept)
@@ -112,9 +112,7 @@ class Dot:
 
     def __init__(self, dtype: jnp.dtype):
         short = dtype != jnp.float32
-        self.precision = (
-            jax.lax.Precision.DEFAULT if short else jax.lax.Precision.HIGHEST
-        )
+        self.precision = jax.lax.Precision.DEFAULT if short else jax.lax.Precision.HIGHEST
 
     def __call__(self, a: Array, b: Array) -> Array:
         """a b"""
@@ -132,9 +130,7 @@ class Dot:
 exact = Dot(jnp.dtype("float32"))
 
 
-def row_dot(
-    a: Float[Array, "*N C K"], b: Float[Array, "*N C K"]
-) -> Float[Array, "*N C 1"]:
+def row_dot(a: Float[Array, "*N C K"], b: Float[Array, "*N C K"]) -> Float[Array, "*N C 1"]:
     """The product of each row of a with that of b."""
     # On CPU several times faster than to multiply and sum.
     product = jnp.einsum("...ck,...ck->...c", a, b, precision=jax.lax.Precision.HIGHEST)
@@ -169,9 +165,7 @@ def levels(decay: Float[Array, "*N C D"]) -> tuple[list[Level], Float[Array, "*N
     return found, whole[..., 0, :, :]
 
 
-def halves(
-    x: Float[Array, "*N C D"], length: int
-) -> tuple[Float[Array, "*N M L D"], ...]:
+def halves(x: Float[Array, "*N C D"], length: int) -> tuple[Float[Array, "*N M L D"], ...]:
     """The first and the second halves of each block of two times `length` tokens."""
     *outer, size, width = x.shape
     x = x.reshape(*outer, size // (2 * length), 2, length, width)
@@ -183,9 +177,7 @@ def join_blocks(
 ) -> Float[Array, "*N M 2L 2L"]:
     """The lower triangular [[first, 0], [cross, second]] of each two blocks."""
     top = jnp.concatenate([blocks[..., 0::2, :, :], jnp.zeros_like(cross)], -1)
-    return jnp.concatenate(
-        [top, jnp.concatenate([cross, blocks[..., 1::2, :, :]], -1)], -2
-    )
+    return jnp.concatenate([top, jnp.concatenate([cross, blocks[..., 1::2, :, :]], -1)], -2)
 
 
 class Decays(NamedTuple):
@@ -246,9 +238,4 @@ def log_decay_gradient(
     before = (index[:, None] < index).astype(pairs.dtype)
     until = 1 - before
     crossing = (exact(pairs, before) * until).sum(-2)
-    return (
-        crossing
-        + exact(start[..., 0], until)
-        + exact(end[..., 0], before)
-        + whole[..., 0]
-    )
+    return crossing + exact(start[..., 0], until) + exact(end[..., 0], before) + whole[..., 0]

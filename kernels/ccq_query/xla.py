@@ -35,7 +35,7 @@ class Weights(NamedTuple):
 
     pairs: Float[Array, "N B H C C"]
     past: Float[Array, "N B H C 1"]
-    count: Float[Array, "N B H C 1"]
+    count: Float[Array, "N B H C 1"]  # type: ignore[assignment]  # it hides tuple.count
     decays: chunk.Decays
 
 
@@ -73,7 +73,7 @@ def forward(
 ) -> tuple[Float[Array, "B T H K"], CCQState, Any]:
     """Cleaned queries, final statistics and residuals; see `kernels.ccq_query`."""
     inputs = (q, k, lam, log_decay)
-    length, tokens_in_group = chunk.lengths(*q.shape, chunk_size)
+    length, tokens_in_group = chunk.lengths(q.shape, q.shape[3:], chunk_size)
     dot = chunk.Dot(q.dtype)
 
     def group(moments, tokens, _):
@@ -103,7 +103,8 @@ def backward(
 ) -> tuple[Any, ...]:
     """Gradients of (q, k, lam, log_decay, initial_state)."""
     inputs, past = residuals
-    length, tokens_in_group = chunk.lengths(*inputs[0].shape, chunk_size)
+    shape = inputs[0].shape
+    length, tokens_in_group = chunk.lengths(shape, shape[3:], chunk_size)
     dot = chunk.Dot(inputs[0].dtype)
 
     def group(carry, tokens, past):
@@ -111,16 +112,12 @@ def backward(
         x = _chunks(*tokens, length)
         weights = _weights(_decays(x), past)
         origins = _origins(x, past, centered)
-        reads = _reads(
-            dot, x, chunk.split(d_out, length), origins, weights, past, centered
-        )
+        reads = _reads(dot, x, chunk.split(d_out, length), origins, weights, past, centered)
         inside = _past_gradients(dot, x, reads, weights)
         whole = jnp.broadcast_to(weights.decays.whole, inside.constant.shape)
         carry, later = xla_state.before_chunks(inside, whole, origins, carry)
         gradients = _token_gradients(dot, x, reads, weights, past, later)
-        gradients = jax.tree.map(
-            lambda g, y: chunk.join(g, y.dtype), gradients, tokens[:4]
-        )
+        gradients = jax.tree.map(lambda g, y: chunk.join(g, y.dtype), gradients, tokens[:4])
         return carry, (gradients, None)
 
     last = xla_state.gradient_of_sums(d_state)
@@ -133,9 +130,7 @@ def backward(
         reverse=True,
     )
     first = xla_state.move(first, -origin)
-    d_initial = CCQState(
-        first.constant[..., 0, 0], first.linear[..., 0, :], first.square
-    )
+    d_initial = CCQState(first.constant[..., 0, 0], first.linear[..., 0, :], first.square)
     return *gradients, d_initial
 
 
@@ -147,9 +142,7 @@ def _with_counted(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 def _chunks(
     q: Array, k: Array, lam: Array, log_decay: Array | None, counted: Array, length: int
 ) -> Chunks:
-    split = jax.tree.map(
-        lambda y: chunk.split(y, length), (q, k, lam, log_decay, counted)
-    )
+    split = jax.tree.map(lambda y: chunk.split(y, length), (q, k, lam, log_decay, counted))
     q, k, lam, log_decay, counted = split
     return Chunks(q, k, lam[..., None], log_decay, counted[..., None])
 
@@ -263,9 +256,7 @@ def _log_decay_gradient(
     of_past = chunk.row_dot(r.d_read, dot.nt(x.q, past.cov))
     of_past += r.of_q.past_deviation * r.of_d.past_deviation
     start = weights.past * (of_past - r.product)
-    at_keys = later.constant + chunk.row_dot(
-        later.linear + dot(r.keys, later.square), r.keys
-    )
+    at_keys = later.constant + chunk.row_dot(later.linear + dot(r.keys, later.square), r.keys)
     at_past = later.constant + chunk.row_dot(later.linear, r.past_mean)
     at_past += chunk.row_dot(later.square, past.cov).sum(-2, keepdims=True)
     whole = weights.decays.whole * past.count * at_past

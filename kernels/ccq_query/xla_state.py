@@ -18,7 +18,7 @@ from kernels.ccq_query.state import CCQState
 class Moments(NamedTuple):
     """Statistics of the keys before a chunk; not centred, `cov` is the second moment about 0."""
 
-    count: Float[Array, "*N B H 1 1"]
+    count: Float[Array, "*N B H 1 1"]  # type: ignore[assignment]  # it hides tuple.count
     mean: Float[Array, "*N B H 1 K"]
     cov: Float[Array, "*N B H K K"]
 

@@ -50,9 +50,7 @@ def forward(
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"], Any]:
     """Outputs, final state and residuals; see `kernels.gated_delta_rule`."""
     inputs = (q, k, v, log_decay, beta)
-    length, tokens_in_group = chunk.lengths(
-        *v.shape[:3], max(q.shape[3], v.shape[3]), chunk_size
-    )
+    length, tokens_in_group = chunk.lengths(v.shape, (q.shape[3], v.shape[3]), chunk_size)
     dot = chunk.Dot(q.dtype)
 
     def step(state, x):
@@ -86,9 +84,7 @@ def backward(
     """Gradients of (q, k, v, log_decay, beta, initial_state)."""
     inputs, states = residuals
     q, _, v, *_ = inputs
-    length, tokens_in_group = chunk.lengths(
-        *v.shape[:3], max(q.shape[3], v.shape[3]), chunk_size
-    )
+    length, tokens_in_group = chunk.lengths(v.shape, (q.shape[3], v.shape[3]), chunk_size)
     dot = chunk.Dot(q.dtype)
 
     def step(d_state, x):
@@ -107,9 +103,7 @@ def backward(
         d_state_inside = dot.tn(x.q * decays.start, d_out)
         xs = products.read, x.k * decays.end, decays.whole, d_u_inside, d_state_inside
         d_state, (d_states, d_u) = jax.lax.scan(step, d_state, xs, reverse=True)
-        gradients = _inner_gradients(
-            dot, x, decays, products, scores, states, d_out, d_u, d_states
-        )
+        gradients = _inner_gradients(dot, x, decays, products, scores, states, d_out, d_u, d_states)
         gradients = tuple(
             chunk.join(_merge_heads(gradient), given.dtype)
             for gradient, given in zip(gradients, inputs, strict=True)
@@ -165,23 +159,18 @@ def _inner_gradients(
     return d_q, d_k, x.beta * d_write, d_log_decay, d_beta[..., 0]
 
 
-def _chunks(
-    q: Array, k: Array, v: Array, log_decay: Array, beta: Array, length: int
-) -> Chunks:
-    split = [
-        _split_heads(chunk.split(y, length), q.shape[2])
-        for y in (q, k, v, log_decay, beta)
-    ]
-    return Chunks(*split[:4], split[4][..., None])
+def _chunks(q: Array, k: Array, v: Array, log_decay: Array, beta: Array, length: int) -> Chunks:
+    def split(x: Array) -> Array:
+        return _split_heads(chunk.split(x, length), q.shape[2])
+
+    return Chunks(split(q), split(k), split(v), split(log_decay), split(beta)[..., None])
 
 
 def _split_state(x: Float[Array, "B HV K V"], q: Array) -> Float[Array, "B H G K V"]:
     return x.reshape(x.shape[0], q.shape[2], -1, *x.shape[2:])
 
 
-def _split_heads(
-    x: Float[Array, "N B HV *C"], key_heads: int
-) -> Float[Array, "N B H G *C"]:
+def _split_heads(x: Float[Array, "N B HV *C"], key_heads: int) -> Float[Array, "N B H G *C"]:
     return x.reshape(*x.shape[:2], key_heads, -1, *x.shape[3:])
 
 
@@ -214,7 +203,5 @@ def inverse_of_unit_lower(lower: Float[Array, "*N C C"]) -> Float[Array, "*N C C
             -3,
         )
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        inverse = chunk.join_blocks(
-            inverse, -chunk.exact(second, chunk.exact(below, first))
-        )
+        inverse = chunk.join_blocks(inverse, -chunk.exact(second, chunk.exact(below, first)))
     return inverse[..., 0, :, :]

@@ -31,9 +31,8 @@ class Scores(NamedTuple):
     pairs: Float[Array, "N B H C C"]
 
 
-def scores(dot: chunk.Dot, keys: Keys) -> Scores:
+def scores(dot: chunk.Dot, q: Array, k: Array, log_decay: Array) -> Scores:
     """The scores of chunks."""
-    q, k, log_decay = keys
     levels, whole = chunk.levels(jnp.exp(log_decay))
     pairs = chunk.row_dot(q, k)[..., None]
     for level in levels[:-1]:
@@ -45,9 +44,8 @@ def scores(dot: chunk.Dot, keys: Keys) -> Scores:
     return Scores(q * head, k * tail, jnp.swapaxes(whole, -1, -2), pairs[..., 0, :, :])
 
 
-def gradients(dot: chunk.Dot, keys: Keys, d: Scores) -> Keys:
+def gradients(dot: chunk.Dot, q: Array, k: Array, log_decay: Array, d: Scores) -> Keys:
     """Gradients of queries, keys and log_decay, given those of the scores."""
-    q, k, log_decay = keys
     levels, whole = chunk.levels(jnp.exp(log_decay))
     d_q, d_k = jnp.zeros_like(q), jnp.zeros_like(k)
     for i, level in enumerate(levels[:-1]):
@@ -80,10 +78,7 @@ def _cross_blocks(
     """
     size = 2 * length
     blocks = jnp.stack(
-        [
-            pairs[..., i : i + size, i : i + size]
-            for i in range(0, pairs.shape[-1], size)
-        ],
+        [pairs[..., i : i + size, i : i + size] for i in range(0, pairs.shape[-1], size)],
         -3,
     )
     second = jnp.arange(size) >= length
@@ -104,8 +99,6 @@ def _prefix_sum(x: Float[Array, "*N C K"]) -> Float[Array, "*N C K"]:
     return _sum_where(x, jnp.tril(jnp.ones((size, size)), -1))
 
 
-def _sum_where(
-    x: Float[Array, "*N C K"], mask: Float[Array, "C C"]
-) -> Float[Array, "*N C K"]:
+def _sum_where(x: Float[Array, "*N C K"], mask: Float[Array, "C C"]) -> Float[Array, "*N C K"]:
     # A matrix product is faster than a cumulative sum, if its matrix has the batch dimensions of x.
     return chunk.exact(jnp.broadcast_to(mask, (*x.shape[:-2], *mask.shape)), x)

@@ -32,9 +32,7 @@ def forward(
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Any]:
     """Outputs, final state and residuals; see `kernels.gated_linear_attention`."""
     inputs = (q, k, v, log_decay)
-    length, tokens_in_group = chunk.lengths(
-        *q.shape[:3], max(q.shape[3], v.shape[3]), chunk_size
-    )
+    length, tokens_in_group = chunk.lengths(q.shape, (q.shape[3], v.shape[3]), chunk_size)
     dot = chunk.Dot(q.dtype)
 
     def group(state, tokens, _):
@@ -65,9 +63,7 @@ def backward(
     """Gradients of (q, k, v, log_decay, initial_state)."""
     inputs, states = residuals
     q, _, v, _ = inputs
-    length, tokens_in_group = chunk.lengths(
-        *q.shape[:3], max(q.shape[3], v.shape[3]), chunk_size
-    )
+    length, tokens_in_group = chunk.lengths(q.shape, (q.shape[3], v.shape[3]), chunk_size)
     dot = chunk.Dot(q.dtype)
 
     def group(d_state, tokens, states):
@@ -113,13 +109,9 @@ def _chunks(
     return keys, chunk.split(v, length)
 
 
-def _by_channel(keys: Keys) -> bool:
-    return keys.log_decay is not None and keys.log_decay.shape[-1] > 1
-
-
 def _scores(dot: chunk.Dot, keys: Keys) -> Scores:
-    if _by_channel(keys):
-        return channels.scores(dot, keys)
+    if keys.log_decay is not None and keys.log_decay.shape[-1] > 1:
+        return channels.scores(dot, keys.q, keys.k, keys.log_decay)
     decays = _head_decays(keys)
     pairs = decays.pairs * dot.nt(keys.q, keys.k)
     whole = jnp.broadcast_to(decays.whole, (*keys.q.shape[:-2], keys.q.shape[-1], 1))
@@ -128,8 +120,8 @@ def _scores(dot: chunk.Dot, keys: Keys) -> Scores:
 
 def _keys_gradients(dot: chunk.Dot, keys: Keys, d: Scores) -> Keys:
     """Gradients of queries, keys and log_decay, given those of the scores."""
-    if _by_channel(keys):
-        return channels.gradients(dot, keys, d)
+    if keys.log_decay is not None and keys.log_decay.shape[-1] > 1:
+        return channels.gradients(dot, keys.q, keys.k, keys.log_decay, d)
     decays = _head_decays(keys)
     d_pairs = decays.pairs * d.pairs
     d_q = decays.start * d.start + dot(d_pairs, keys.k)
