@@ -123,7 +123,7 @@ def _data() -> ConfigDict:
 
 def _train() -> ConfigDict:
     train = ConfigDict()
-    train.steps = 300  # optimizer steps; a larger value continues a finished run
+    train.steps = 240  # optimizer steps; a larger value continues a finished run
     train.batch_size = 8  # sequences a step over all devices; divisible by devices * accumulation
     train.seq_len = 512  # tokens a sequence
     train.learning_rate = 3e-3  # peak
@@ -142,7 +142,7 @@ def _train() -> ConfigDict:
 
 def _checkpoint() -> ConfigDict:
     checkpoint = ConfigDict()
-    checkpoint.every = 100  # steps; the last step is always saved
+    checkpoint.every = 80  # steps; the last step is always saved
     checkpoint.keep = 2  # newest checkpoints kept
     checkpoint.keep_best = 1  # besides these, the ones of lowest validation loss
     return checkpoint
@@ -150,7 +150,7 @@ def _checkpoint() -> ConfigDict:
 
 def _eval() -> ConfigDict:
     evaluation = ConfigDict()
-    evaluation.every = 100  # steps between validation losses in training; 0 = only at the end
+    evaluation.every = 80  # steps between validation losses in training; 0 = only at the end
     evaluation.batches = 8  # of train.batch_size sequences of validation data
     evaluation.contexts = (512, 1024, 2048)  # tokens; perplexity by position bucket at each
     evaluation.documents = 64  # held-out documents read at each context, at most
