@@ -25,7 +25,7 @@ def run(operator, implementation, inputs, options=()):
     return getattr(kernels, operator)(**inputs, implementation=implementation, **dict(options))
 
 
-@functools.partial(jax.jit, static_argnames=("operator", "implementation", "position"))
+@functools.partial(jax.jit, static_argnames=("operator", "implementation"))
 def gradient_at(operator, implementation, inputs, position):
     """Gradients of the output at one position."""
     ids = {name: x for name, x in inputs.items() if name == "segment_ids"}

@@ -39,6 +39,8 @@ def test_values_states_and_gradients_equal_the_float64_recurrence(
         arguments = case._asdict()
         del arguments["centered"]
         inputs = shapes.make_inputs(operator, SHAPES[name], dtype=dtype, **arguments)
+        # One document is as none; so all cases are one program.
+        inputs.setdefault("segment_ids", jnp.zeros(inputs["q"].shape[:2], jnp.int32))
         assert_accurate(operator, implementation, inputs, dtype)
 
 
@@ -71,8 +73,11 @@ def test_value_heads_in_groups(implementation, dtype):
     assert_accurate("gated_delta_rule", implementation, inputs, dtype)
 
 
-@every
-@pytest.mark.parametrize("length", range(1, 10))
+@pytest.mark.parametrize(
+    "operator, implementation, length",
+    # Without chunks one length is as another.
+    [(*pair, n) for pair in PAIRS for n in ((1, 2) if pair[1] == "scan" else range(1, 10))],
+)
 def test_any_few_tokens(operator, implementation, length):
     inputs = shapes.make_inputs(operator, Shape(2, length, 2, 8, 4))
     assert_accurate(operator, implementation, inputs, "float32")
@@ -95,7 +100,7 @@ def test_any_decays_segments_and_chunks(operator, implementation, data):
 
 @every
 @settings(max_examples=8, deadline=None)
-@given(cut=st.sampled_from([1, 15, 16, 33, 39]), seed=st.integers(0, 2**32 - 1))
+@given(cut=st.sampled_from([1, 16, 33]), seed=st.integers(0, 2**32 - 1))
 def test_a_sequence_may_be_cut_anywhere(operator, implementation, cut, seed):
     inputs = shapes.make_inputs(operator, Shape(2, 40, 2, 8, 4), seed=seed, decay="mixed")
     whole = run(operator, implementation, inputs)
