@@ -169,7 +169,14 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     check.add_choice(parser, "op", shapes.OPERATORS)
-    check.add_choice(parser, "implementation", dispatch.IMPLEMENTATIONS, "all that run here")
+    # On accelerators not scan: its gradient keeps a state a token, and its loop is no contest.
+    everything = [x for x in dispatch.IMPLEMENTATIONS if not (accelerated and x == "scan")]
+    check.add_choice(
+        parser,
+        "implementation",
+        dispatch.IMPLEMENTATIONS,
+        f"those of {','.join(everything)} that run here",
+    )
     parser.add_argument(
         "--shape",
         default="gdn1.3B,d128,gla1.3B" if accelerated else "cpu",
@@ -189,7 +196,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     operators = check.chosen(parser, "op", args.op, shapes.OPERATORS)
-    wanted = check.chosen(parser, "implementation", args.implementation, dispatch.IMPLEMENTATIONS)
+    wanted = everything
+    if args.implementation != "all":
+        wanted = check.chosen(
+            parser, "implementation", args.implementation, dispatch.IMPLEMENTATIONS
+        )
     names = check.chosen(parser, "shape", args.shape, tuple(shapes.SHAPES))
     dtypes = check.chosen(parser, "dtype", args.dtype, check.DTYPES)
     for name in names:
