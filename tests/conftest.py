@@ -5,6 +5,12 @@ import os
 import shutil
 import tempfile
 
+from hypothesis import settings
+
+# The same examples in every run: what passes on a commit passes on it again.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
+
 # Eight virtual CPU devices, for the tests of meshes.
 _DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
