@@ -1,8 +1,8 @@
 """What the chunked plain-JAX implementations share: layout, precision, and decays within a chunk.
 
-A chunk's decays are products of exp(log_decay) <= 1, built by doubling a block's length. Nothing is
-divided and no sums are subtracted: a decay of exp(-inf) = 0 is exact, in gradients too, and neighbours
-keep their digits however strong the decay around them.
+Decays are products that double a block's length, or exponentials of sums whose differences are exact. So
+exp(-inf) = 0 is exact, in gradients too, and neighbours keep their digits however strong the decays
+around them.
 """
 
 from collections.abc import Callable
@@ -219,8 +219,8 @@ def _differences(x: Float[Array, "*N C"]) -> Float[Array, "*N C C"]:
 
 def no_decays(length: int) -> Decays:
     """Of chunks without decay."""
-    one = jnp.ones((length, 1))
-    return Decays(one, one, jnp.tril(jnp.ones((length, length))))
+    one = jnp.ones((length, 1), jnp.float32)
+    return Decays(one, one, jnp.tril(jnp.ones((length, length), jnp.float32)))
 
 
 def log_decay_gradient(

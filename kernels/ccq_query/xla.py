@@ -187,7 +187,7 @@ def _read(
         past_deviation = -(own_score + mean)
         coefficients = below * deviation
         own = -(coefficients.sum(-1, keepdims=True) + weights.past * past_deviation)
-        coefficients += own * jnp.eye(scores.shape[-1])
+        coefficients += own * jnp.eye(scores.shape[-1], dtype=scores.dtype)
         mean += own_score
     else:
         deviation = scores

@@ -90,13 +90,13 @@ def _cross_blocks(
 def _suffix_sum(x: Float[Array, "*N C K"]) -> Float[Array, "*N C K"]:
     """At l, the sum of x_i over i >= l."""
     size = x.shape[-2]
-    return _sum_where(x, jnp.triu(jnp.ones((size, size))))
+    return _sum_where(x, jnp.triu(jnp.ones((size, size), x.dtype)))
 
 
 def _prefix_sum(x: Float[Array, "*N C K"]) -> Float[Array, "*N C K"]:
     """At l, the sum of x_j over j < l."""
     size = x.shape[-2]
-    return _sum_where(x, jnp.tril(jnp.ones((size, size)), -1))
+    return _sum_where(x, jnp.tril(jnp.ones((size, size), x.dtype), -1))
 
 
 def _sum_where(x: Float[Array, "*N C K"], mask: Float[Array, "C C"]) -> Float[Array, "*N C K"]:
