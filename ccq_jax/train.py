@@ -107,9 +107,14 @@ class Run:
         self.tokenizer = make_tokenizer(config.data.tokenizer)
         self.graphdef, self.abstract = step.abstract_state(config, mesh)
         self.notes: list[str] = []
-        self.step, position = self._restore()
+        self.step, position, documents = self._restore()
         part = {"process_index": jax.process_index(), "process_count": jax.process_count()}
         self.loader = make_loader(config, split="train", start=position, **part)
+        if documents not in (None, self.loader.documents):
+            self.notes.append(
+                f"the documents of {config.data.source} are not those that this run began with: "
+                "it goes on with the new ones, and may see some text twice or not at all"
+            )
         self.validation = validation.validation_batches(config, **part)
         self.unigram_loss = validation.unigram_loss(self.validation)
         self.loss_sums = validation.make_loss_sums(
@@ -119,12 +124,12 @@ class Run:
         self.stopwatch = Stopwatch(self.step)
         self.validation_loss = math.inf  # of this step, if it was evaluated
 
-    def _restore(self) -> tuple[int, int]:
-        """Sets the state. Returns the step and the data's position that it belongs to."""
+    def _restore(self) -> tuple[int, int, list[str] | None]:
+        """Sets the state. Returns its step, the data's position, and the documents' fingerprints."""
         latest = self.checkpoints.latest()
         if latest is None:
             self.state = step.init_state(self.config, self.abstract)
-            return 0, 0
+            return 0, 0, None
         self.state, meta = self.checkpoints.restore(latest, self.abstract)
         if meta["tokenizer"] != self.tokenizer.fingerprint:
             raise WorkdirError(
@@ -132,7 +137,7 @@ class Run:
                 f"that the run in {self.path} was trained with"
             )
         self.notes = [f"continues from step {latest}", *version_changes(meta["versions"])]
-        return latest, meta["position"]
+        return latest, meta["position"], meta["documents"]
 
     def announce(self) -> None:
         """Says what is about to run."""
@@ -284,6 +289,7 @@ class Run:
     def _save(self) -> None:
         meta = {
             "position": self.loader.position,
+            "documents": self.loader.documents,
             "tokenizer": self.tokenizer.fingerprint,
             "processes": jax.process_count(),
             "config": self.config.to_dict(),

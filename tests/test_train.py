@@ -218,12 +218,18 @@ def test_more_steps_continue_a_finished_run(tmp_path, capsys):
     assert "step 4 is reached" in capsys.readouterr().out
     config.train.steps = 6
     train(config, tmp_path / "run")
+    assert "documents" not in capsys.readouterr().out
     found = lines(tmp_path / "run")
     assert [line["step"] for line in found] == [1, 2, 3, 4, 5, 6]
     assert found[3]["learning_rate"] == pytest.approx(3e-4)
     assert 3e-4 < found[4]["learning_rate"] < 3e-3  # on the longer cosine
     with pytest.raises(WorkdirError, match=r"train\.steps is 5"):
         train(tiny_config(tmp_path, mixer="attention", steps=5), tmp_path / "run")
+
+    (tmp_path / "text" / "00.txt").write_text("other text, of the same name")
+    config.train.steps = 7
+    train(config, tmp_path / "run")
+    assert "are not those that this run began with" in capsys.readouterr().out
 
 
 def test_a_loss_that_is_not_finite_stops_and_says_where(tmp_path, monkeypatch):

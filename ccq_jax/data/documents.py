@@ -211,6 +211,14 @@ def _open_cache(place: Path) -> TokenArray:
     return TokenArray(tokens, ends, hashes)
 
 
+def fingerprint(documents: Documents) -> str:
+    """A hash of what the documents are, by their own hashes and lengths, and of their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for of_each in (documents.lengths, documents.hashes):
+        digest.update(of_each.astype("<u8").tobytes())
+    return digest.hexdigest()
+
+
 def split_documents(
     documents: Documents, split: str, fraction: float, source: Source
 ) -> Int[np.ndarray, " n"]:

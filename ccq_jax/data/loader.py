@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 
 from ccq_jax.data import recall
 from ccq_jax.data.arrayrecord import ArrayRecordDocuments
-from ccq_jax.data.documents import Documents, load_text, split_documents
+from ccq_jax.data.documents import Documents, fingerprint, load_text, split_documents
 from ccq_jax.data.packing import FilledRows, PackedRows, Row
 from ccq_jax.data.sources import RECALL_TASKS, Source, parse_source
 from ccq_jax.data.tokenizer import Tokenizer, make_tokenizer
@@ -35,12 +35,15 @@ class Loader(Iterator[Batch]):
     Attributes:
       position: global batches consumed so far.
       num_batches: batches in all; None in training, which never ends.
+      documents: fingerprint of each source of documents in training. Where one changed, a position
+        names other batches than before.
     """
 
     def __init__(
         self,
         batches: grain.MapDataset,
         num_batches: int | None,
+        documents: Sequence[str],
         *,
         prefetch: int,
         workers: int,
@@ -50,6 +53,7 @@ class Loader(Iterator[Batch]):
         self._prefetch = prefetch
         self._workers = workers
         self.num_batches = num_batches
+        self.documents = list(documents)
         self._running: list[grain.DatasetIterator] = []  # one, or none
         # Also at the interpreter's end, where Grain's own clean-up comes too late and complains.
         weakref.finalize(self, _close_all, self._running)
@@ -174,9 +178,9 @@ def make_loader(
             f"train.batch_size={batch_size} must be a multiple of the {process_count} processes"
         )
     tokenizer = make_tokenizer(config.data.tokenizer)
-    num_batches = None
+    num_batches, documents = None, list[str]()
     if split == "train":
-        rows = _training_rows(config, tokenizer)
+        rows, documents = _training_rows(config, tokenizer)
     else:
         parts = _validation_parts(config, tokenizer)
         filled = FilledRows(parts, batch_size, seq_len, tokenizer.eos_id)
@@ -188,15 +192,17 @@ def make_loader(
     return Loader(
         batches,
         num_batches,
+        documents,
         prefetch=config.data.prefetch,
         workers=config.data.workers,
         start=start,
     )
 
 
-def _training_rows(config: ConfigDict, tokenizer: Tokenizer) -> grain.MapDataset:
+def _training_rows(config: ConfigDict, tokenizer: Tokenizer) -> tuple[grain.MapDataset, list[str]]:
+    """The rows, and the fingerprint of each source of documents."""
     sources = parse_source(config.data.source)
-    parts = []
+    parts, fingerprints = [], []
     for i, source in enumerate(sources):
         order_seed, row_seed = np.random.SeedSequence([config.seed, i]).generate_state(2)
         if source.kind in RECALL_TASKS:
@@ -206,13 +212,14 @@ def _training_rows(config: ConfigDict, tokenizer: Tokenizer) -> grain.MapDataset
         # With a validation source of its own, nothing needs to be held out.
         fraction = 0.0 if config.data.validation_source else config.data.validation_fraction
         documents = _load_documents(source, config, tokenizer)
+        fingerprints.append(fingerprint(documents))
         chosen = split_documents(documents, "train", fraction, source)
         chosen = np.random.default_rng(order_seed).permutation(chosen)
         packed = PackedRows(documents, chosen, config.train.seq_len, tokenizer.eos_id)
         parts.append(grain.MapDataset.source(packed).shuffle(seed=int(row_seed)).repeat())
     if len(parts) == 1:
-        return parts[0]
-    return grain.MapDataset.mix(parts, [source.weight for source in sources])
+        return parts[0], fingerprints
+    return grain.MapDataset.mix(parts, [source.weight for source in sources]), fingerprints
 
 
 def _validation_parts(config: ConfigDict, tokenizer: Tokenizer) -> list[Sequence[Row]]:
