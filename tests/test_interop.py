@@ -9,10 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import VARIANTS, error, make
 from safetensors.numpy import load_file, save_file
 
 from ccq_jax import interop
+from ccq_jax.config import default, resolve_model
+from ccq_jax.hf_config import config_from_hf, config_to_hf
 from ccq_jax.interop import model_to_tensors
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -122,6 +126,10 @@ def test_missing_unknown_and_misshapen_tensors_are_all_listed(checkpoint):
         ("use_gv", True, "use_gv is True: only False is implemented"),
         ("attn", {"layers": [1]}, "attn is {'layers': \\[1\\]}: only None is implemented"),
         ("num_kv_heads", 1, "num_kv_heads is 1: it must be num_heads or null"),
+        ("norm_eps", "small", "config.json has a value of a wrong type"),
+        ("num_heads", 0, "config.json has a value of a wrong type or size"),
+        ("hidden_size", -64, "model.hidden_size is -64: it must be at least 1"),
+        ("ccq", 3, "config.json has a value of a wrong type"),
         ("ccq", {"lamda_max": 2.0}, "ccq.lamda_max is unknown: ccq has decay, centered"),
     ],
 )
@@ -130,6 +138,35 @@ def test_a_config_that_is_not_implemented_is_refused(checkpoint, field, value, m
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     with pytest.raises(ValueError, match=message):
         interop.load_hf(checkpoint)
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_any_configuration_survives_config_json(data):
+    draw = lambda *values: data.draw(st.sampled_from(values))
+    config = default(draw("gated_deltanet", "gla", "attention")).model
+    config.num_heads, config.head_dim = draw(1, 2, 3, 5, 6), draw(8, 20, 64, 256)
+    config.vocab_size, config.num_layers = draw(1, 257, 32000), draw(1, 21)
+    config.tie_embeddings, config.dtype = draw(True, False), draw("float32", "bfloat16")
+    config.intermediate_size = draw(0, 48, 2816)
+    if config.mixer == "attention":
+        config.hidden_size = config.num_heads * config.head_dim
+        config.head_v_dim = config.head_dim
+        config.rope_theta = draw(1e4, 5e5)
+    else:
+        config.hidden_size, config.head_v_dim = draw(60, 384, 1000), draw(8, 48, 100, 512)
+        config.conv_size, config.use_gate = draw(0, 3, 4), draw(True, False)
+        if draw(True, False):
+            config.ccq.update(enabled=True, key_norm=draw(True, False), lambda_max=draw(1.0, 4.0))
+    if config.mixer == "gated_deltanet":
+        config.num_v_heads = config.num_heads * draw(1, 2, 3)
+    config = resolve_model(config)
+    try:
+        written = json.dumps(config_to_hf(config))
+    except ValueError as error:
+        assert "no exact ratio" in str(error)  # float division; refused, and never written wrong
+    else:
+        assert resolve_model(config_from_hf(json.loads(written))).to_dict() == config.to_dict()
 
 
 def test_a_missing_file_is_named(checkpoint):
@@ -146,6 +183,86 @@ def test_what_hugging_face_form_cannot_say_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"model.head_dim is 8: in Hugging Face form it must be"):
         interop.save_hf(make("attention"), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def gdn_checkpoint(tmp_path):
+    shutil.copytree(FIXTURES / "fla_gdn", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").chmod(0o644)
+    return tmp_path
+
+
+def rewrite(directory, change):
+    """Applies `change` to the dictionary of a folder's tensors."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def assert_same_model(one, other):
+    jax.tree.map(
+        np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (one, other))
+    )
+
+
+def test_a_model_in_several_files_is_the_model_in_one(tmp_path):
+    model = make("gdn_decay")
+    interop.save_hf(model, tmp_path, shard_bytes=10_000)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
+    assert_same_model(interop.load_hf(tmp_path), model)
+
+
+def test_the_unused_d_of_early_gated_deltanets_is_left_out(gdn_checkpoint):
+    expected = interop.load_hf(gdn_checkpoint)
+    rewrite(gdn_checkpoint, lambda t: t.update({"model.layers.0.attn.D": np.ones(2, np.float32)}))
+    assert_same_model(interop.load_hf(gdn_checkpoint), expected)
+
+
+def test_a_norm_apart_from_its_gate_has_another_name(checkpoint):
+    expected = interop.load_hf(checkpoint)
+
+    def rename(tensors):
+        for layer in (0, 1):
+            name = f"model.layers.{layer}.attn.g_norm"
+            tensors[f"{name}.weight"] = tensors.pop(f"{name}_swish_gate.weight")
+
+    rewrite(checkpoint, rename)
+    assert_same_model(interop.load_hf(checkpoint), expected)
+
+
+def test_a_tied_head_may_lie_there_once_more_but_no_other(tmp_path):
+    model = make("gla", tie_embeddings=True)
+    interop.save_hf(model, tmp_path)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embeddings.weight"]
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": embedding}))
+    assert_same_model(interop.load_hf(tmp_path), model)
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": embedding + 1}))
+    with pytest.raises(ValueError, match=r"lm_head.weight is unknown"):
+        interop.load_hf(tmp_path)
+
+
+def test_bfloat16_survives_load_and_save_bit_for_bit(tmp_path):
+    interop.save_hf(make("gdn_grouped_values"), tmp_path / "a", dtype="bfloat16")
+    model = interop.load_hf(tmp_path / "a")
+    assert model.config.dtype == "bfloat16"
+    interop.save_hf(model, tmp_path / "b", dtype="bfloat16")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int32, np.uint8])
+def test_tensors_of_another_dtype_are_refused(checkpoint, dtype):
+    name = "model.norm.weight"
+    rewrite(checkpoint, lambda t: t.update({name: t[name].astype(dtype)}))
+    with pytest.raises(ValueError, match=r"model.norm.weight is [FIU]\d+: it must be one of F32"):
+        interop.load_hf(checkpoint)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "null", "[" * 10**5])
+def test_a_config_that_is_no_object_is_refused(checkpoint, text):
+    (checkpoint / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config.json (is not JSON|holds)"):
+        interop.load_hf(checkpoint)
 
 
 def test_bfloat16_weights_load_as_float32_parameters(checkpoint):

@@ -44,6 +44,8 @@ class GatedDeltaNet(LinearMixer):
     ) -> tuple[Float[Array, "B T D"], LinearCache | None, dict[str, Float[Array, " H"]]]:
         """See `ccq_jax.mixers`."""
         q, k, v, tails = self.project(x, segments, cache)
+        if not tails:  # without a convolution, which ends in one, the SiLU stands alone
+            q, k, v = jax.nn.silu(q), jax.nn.silu(k), jax.nn.silu(v)
         q, k = l2_norm(q), l2_norm(k)
         dt = jax.nn.softplus(self.a_proj(x) + self.dt_bias[...])
         log_decay = -jnp.exp(self.A_log[...]) * dt
