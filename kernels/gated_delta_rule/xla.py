@@ -6,7 +6,8 @@ With in_i, out_j and P_ij the decays from the chunk's start to i, from j to its 
     O = scale (diag(in) Q S + (P * Q K^T) u)
     S' = in_C S + K^T diag(out) u
 
-Only S goes from chunk to chunk, and its gradient back. The backward keeps S and recomputes the rest.
+Only S goes from chunk to chunk, and its gradient back. The backward keeps S and the inverse, which is the
+size of the keys, and recomputes the rest.
 """
 
 from typing import Any, NamedTuple
@@ -26,15 +27,6 @@ class Chunks(NamedTuple):
     v: Float[Array, "N B H G C V"]
     log_decay: Float[Array, "N B H G C"]
     beta: Float[Array, "N B H G C 1"]
-
-
-class Products(NamedTuple):
-    """What does not depend on the state, besides the decays."""
-
-    keys: Float[Array, "N B H 1 C C"]  # k_i.k_j
-    inverse: Float[Array, "N B H G C C"]  # (I + L)^-1
-    read: Float[Array, "N B H G C K"]  # (I + L)^-1 diag(beta) diag(in) K
-    write: Float[Array, "N B H G C V"]  # (I + L)^-1 diag(beta) V
 
 
 def forward(
@@ -61,16 +53,21 @@ def forward(
     def group(state, tokens, _):
         x = _chunks(*tokens, length)
         decays = chunk.scalar_decays(x.log_decay)
-        products = _products(dot, x, decays)
-        xs = products.read, products.write, x.k * decays.end, decays.whole
+        lower = x.beta * jnp.tril(dot.nt(x.k, x.k) * decays.pairs, -1)
+        inverse = inverse_of_unit_lower(lower)
+        write = dot(inverse, x.beta * x.v)
+        xs = _reads(dot, x, decays, inverse), write, x.k * decays.end, decays.whole
         state, (states, u) = jax.lax.scan(step, state, xs)
         out = dot(x.q * decays.start, states) + dot(dot.nt(x.q, x.k) * decays.pairs, u)
-        return state, (chunk.join(_merge_heads(scale * out), v.dtype), states)
+        return state, (
+            chunk.join(_merge_heads(scale * out), v.dtype),
+            (states, inverse),
+        )
 
-    state, (out, states) = chunk.over_groups(
+    state, (out, kept) = chunk.over_groups(
         group, _split_state(initial_state, q), inputs, tokens_in_group=tokens_in_group
     )
-    return out, state.reshape(initial_state.shape), (inputs, states)
+    return out, state.reshape(initial_state.shape), (inputs, kept)
 
 
 def backward(
@@ -82,7 +79,7 @@ def backward(
     chunk_size: int | None,
 ) -> tuple[Array, ...]:
     """Gradients of (q, k, v, log_decay, beta, initial_state)."""
-    inputs, states = residuals
+    inputs, kept = residuals
     q, _, v, *_ = inputs
     length, tokens_in_group = chunk.lengths(v.shape, (q.shape[3], v.shape[3]), chunk_size)
     dot = chunk.Dot(q.dtype)
@@ -92,18 +89,19 @@ def backward(
         d_u = d_u_inside + dot(k_end, d_state)
         return whole * d_state + d_state_inside - dot.tn(read, d_u), (d_state, d_u)
 
-    def group(d_state, tokens, states):
+    def group(d_state, tokens, kept):
         inputs, d_out = tokens
+        states, inverse = kept
         x = _chunks(*inputs, length)
         decays = chunk.scalar_decays(x.log_decay)
-        products = _products(dot, x, decays)
         d_out = scale * _split_heads(chunk.split(d_out, length), q.shape[2])
         scores = dot.nt(x.q, x.k)
         d_u_inside = dot.tn(scores * decays.pairs, d_out)
         d_state_inside = dot.tn(x.q * decays.start, d_out)
-        xs = products.read, x.k * decays.end, decays.whole, d_u_inside, d_state_inside
+        read = _reads(dot, x, decays, inverse)
+        xs = read, x.k * decays.end, decays.whole, d_u_inside, d_state_inside
         d_state, (d_states, d_u) = jax.lax.scan(step, d_state, xs, reverse=True)
-        gradients = _inner_gradients(dot, x, decays, products, scores, states, d_out, d_u, d_states)
+        gradients = _inner_gradients(dot, x, decays, inverse, scores, states, d_out, d_u, d_states)
         gradients = tuple(
             chunk.join(_merge_heads(gradient), given.dtype)
             for gradient, given in zip(gradients, inputs, strict=True)
@@ -114,7 +112,7 @@ def backward(
         group,
         _split_state(d_state, q),
         (inputs, d_out),
-        states,
+        kept,
         tokens_in_group=tokens_in_group,
         reverse=True,
     )
@@ -125,7 +123,7 @@ def _inner_gradients(
     dot: chunk.Dot,
     x: Chunks,
     decays: chunk.Decays,
-    products: Products,
+    inverse: Array,
     scores: Array,
     states: Array,
     d_out: Array,
@@ -133,9 +131,10 @@ def _inner_gradients(
     d_states: Array,
 ) -> tuple[Array, ...]:
     """Gradients of `Chunks`, given those of each chunk's output, writes and final state."""
-    u = products.write - dot(products.read, states)
+    keys = dot.nt(x.k, x.k)
     error = x.v - decays.start * dot(x.k, states)
-    d_write = dot.tn(products.inverse, d_u)
+    u = dot(inverse, x.beta * error)
+    d_write = dot.tn(inverse, d_u)
     d_read = -x.beta * dot.nt(d_write, states)
     d_query = dot.nt(d_out, states)
     d_key = dot.nt(u, d_states)
@@ -148,12 +147,12 @@ def _inner_gradients(
     d_k = decays.start * d_read + decays.end * d_key
     d_k = d_k + dot.tn(d_scores, x.q) + dot(d_keys + jnp.swapaxes(d_keys, -1, -2), x.k)
     row_dot = chunk.row_dot
-    d_beta = row_dot(d_write, error) + row_dot(d_lower, products.keys)
+    d_beta = row_dot(d_write, error) + row_dot(d_lower, keys)
 
     start = decays.start * (row_dot(x.q, d_query) + row_dot(x.k, d_read))
     through = decays.whole * row_dot(states, d_states).sum(-2, keepdims=True)
     end = decays.end * row_dot(x.k, d_key)
-    pairs = d_scores * scores + d_keys * products.keys
+    pairs = d_scores * scores + d_keys * keys
     d_log_decay = chunk.log_decay_gradient(start, end, through, pairs)
     d_q, d_k = (y.sum(3, keepdims=True) for y in (d_q, d_k))
     return d_q, d_k, x.beta * d_write, d_log_decay, d_beta[..., 0]
@@ -178,11 +177,9 @@ def _merge_heads(x: Float[Array, "N B H G *C"]) -> Float[Array, "N B HV *C"]:
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
-def _products(dot: chunk.Dot, x: Chunks, decays: chunk.Decays) -> Products:
-    keys = dot.nt(x.k, x.k)
-    inverse = inverse_of_unit_lower(x.beta * jnp.tril(keys * decays.pairs, -1))
-    read = dot(inverse, x.beta * decays.start * x.k)
-    return Products(keys, inverse, read, dot(inverse, x.beta * x.v))
+def _reads(dot: chunk.Dot, x: Chunks, decays: chunk.Decays, inverse: Array) -> Array:
+    """(I + L)^-1 diag(beta) diag(in) K, through which the writes u read the state."""
+    return dot(inverse, x.beta * decays.start * x.k)
 
 
 def inverse_of_unit_lower(lower: Float[Array, "*N C C"]) -> Float[Array, "*N C C"]:
