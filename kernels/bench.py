@@ -3,6 +3,7 @@
     python -m kernels.bench                                       what this machine trains best, all that runs here
     python -m kernels.bench --shape=cpu --implementation=scan,xla --dtype=float32
     python -m kernels.bench --op=ccq_query --shape=gdn1.3B,d128 --peers
+    python -m kernels.bench --op=decode_step                      one token, batch 1 to 256
 
 forward_ms and forward_backward_ms are medians, of samples that the implementations take in turns, so that
 a machine's other work disturbs all of them alike. *_gflops counts the operations of the recurrence itself
@@ -10,12 +11,18 @@ and *_gbytes the inputs, results, cotangents and gradients, each once a pass: wh
 however an implementation does it. *_peak_mib is what the compiled program holds at once, with arguments
 and results. --peers adds flash-linear-attention's figures where it and a CUDA build of PyTorch are
 installed. Shapes are named in kernels/shapes.py: {shapes}.
+
+decode_step, which runs only where it is named, has figures of its own. step_ms is a call's time in a program
+of many: layers whose states no cache holds together, and several tokens. state_gbytes is the traffic of the
+states, read and written once a token, copy_gbytes that of x + 1 over a large array on the same device in
+turns with it, and fraction the one over the other.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import math
 import statistics
@@ -29,7 +36,7 @@ import jax
 import jax.numpy as jnp
 
 import kernels
-from kernels import check, dispatch, shapes
+from kernels import bench_decode, check, dispatch, shapes
 
 # Operations of a token and head, as multiples of K V (of K K for ccq_query): decay, write, read.
 OPERATIONS = {"ccq_query": 5, "gated_linear_attention": 5, "gated_delta_rule": 7}
@@ -147,7 +154,7 @@ def measure(
                 f"{part}_gbytes": round(moved / ms / 1e6, 2),
                 f"{part}_peak_mib": None if peak is None else round(peak / 2**20, 1),
             }
-        yield record | _machine()
+        yield record
 
 
 def _machine() -> dict[str, Any]:
@@ -168,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         description=(__doc__ or "").format(shapes=", ".join(shapes.SHAPES)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    check.add_choice(parser, "op", shapes.OPERATORS)
+    check.add_choice(parser, "op", (*shapes.OPERATORS, bench_decode.NAME))
     # On accelerators not scan: its gradient keeps a state a token, and its loop is no contest.
     everything = [x for x in dispatch.IMPLEMENTATIONS if not (accelerated and x == "scan")]
     check.add_choice(
@@ -195,7 +202,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--peers", action="store_true", help="flash-linear-attention beside ours")
     args = parser.parse_args(argv)
 
-    operators = check.chosen(parser, "op", args.op, shapes.OPERATORS)
+    operators = list(shapes.OPERATORS)
+    if args.op != "all":
+        operators = check.chosen(parser, "op", args.op, (*operators, bench_decode.NAME))
     wanted = everything
     if args.implementation != "all":
         wanted = check.chosen(
@@ -203,24 +212,26 @@ def main(argv: list[str] | None = None) -> int:
         )
     names = check.chosen(parser, "shape", args.shape, tuple(shapes.SHAPES))
     dtypes = check.chosen(parser, "dtype", args.dtype, check.DTYPES)
-    for name in names:
-        for dtype in dtypes:
-            for operator in operators:
-                implementations = check.able(operator, wanted, args.implementation != "all")
-                for record in measure(
-                    operator,
-                    implementations,
-                    name,
-                    dtype=dtype,
-                    decay=args.decay,
-                    chunk_size=args.chunk_size,
-                    repeats=args.repeats,
-                ):
-                    print(json.dumps(record), flush=True)
-                if args.peers:
-                    # A process of its own: PyTorch's memory goes back when it ends.
-                    command = [sys.executable, "-m", "kernels.peers", operator, name, dtype]
-                    subprocess.run(command, check=False)
+    for name, dtype, operator in itertools.product(names, dtypes, operators):
+        implementations = check.able(operator, wanted, args.implementation != "all")
+        if operator == bench_decode.NAME:
+            found = bench_decode.measure(implementations, name, dtype=dtype, repeats=args.repeats)
+        else:
+            found = measure(
+                operator,
+                implementations,
+                name,
+                dtype=dtype,
+                decay=args.decay,
+                chunk_size=args.chunk_size,
+                repeats=args.repeats,
+            )
+        for record in found:
+            print(json.dumps(record | _machine()), flush=True)
+        if args.peers and operator in shapes.OPERATORS:
+            # A process of its own: PyTorch's memory goes back when it ends.
+            command = [sys.executable, "-m", "kernels.peers", operator, name, dtype]
+            subprocess.run(command, check=False)
     return 0
 
 

@@ -8,13 +8,15 @@ Prints the worst error of each tensor, ||x - ref|| / ||ref|| over all cases, and
 The cases cross the
 shapes with decays from 0 to -inf, keys that share a large component, segments and initial states.
 Exits with 1 if an error exceeds its tolerance, or if a second run gives other bits. Of the kernels it
-also asks that a row of a batch on its own gives the same bits; XLA may compile that differently.
+also asks that a row of a batch on its own gives the same bits, which XLA may compile differently, and
+of Triton's that nothing changes where their outputs hold NaN before they run.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -25,10 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import kernels
-from kernels import dispatch, reference, shapes
+from kernels import dispatch, reference, shapes, triton_util
 
 DTYPES = ("float32", "bfloat16")
 KERNELS = ("triton", "pallas")
+# By implementation and tensor: the largest error, and the shape and case it occurred in.
+Worst = dict[tuple[str, str], dict[str, Any]]
 
 
 class Case(NamedTuple):
@@ -128,25 +132,38 @@ def compare(
 
 
 def repeats(operator: str, implementation: str, inputs: dict[str, Any]) -> dict[str, float]:
-    """Largest difference of a second run, and of the first row on its own: 0 means the same bits."""
+    """Largest difference of a second run, of the first row on its own and over NaN: 0 means the same bits."""
     shape = jax.eval_shape(lambda x: getattr(kernels, operator)(**x, implementation="scan"), inputs)
     cotangents = shapes.make_cotangents(*shape)
     whole = evaluate(operator, implementation, inputs, cotangents)
     again = evaluate(operator, implementation, inputs, cotangents)
-    differences = {"bits again": _largest_difference(whole, again)}
+    differences = {"bits again": largest_difference(whole, again)}
     if implementation in KERNELS:
-        first = evaluate(operator, implementation, *_first_row((inputs, cotangents)))
-        differences["bits of a row"] = _largest_difference(_first_row(whole), first)
+        first = evaluate(operator, implementation, *first_row((inputs, cotangents)))
+        differences["bits of a row"] = largest_difference(first_row(whole), first)
+    if implementation == "triton":
+        poisoned = evaluate_over_nan(operator, inputs, cotangents)
+        differences["bits over NaN"] = largest_difference(whole, poisoned)
     return differences
 
 
-def _first_row(tree: Any) -> Any:
+def evaluate_over_nan(operator: str, inputs: Any, cotangents: Any) -> tuple[Any, dict[str, Any]]:
+    """As `evaluate` of Triton kernels whose outputs are full of NaN before they run."""
+    fresh = jax.jit(functools.partial(evaluate.__wrapped__, operator, "triton"))
+    with triton_util.poisoned_outputs():
+        return fresh(inputs, cotangents)
+
+
+def first_row(tree: Any) -> Any:
+    """The batch's first row of every array."""
     return jax.tree.map(lambda x: x[:1], tree)
 
 
-def _largest_difference(left: Any, right: Any) -> float:
+def largest_difference(left: Any, right: Any) -> float:
+    """Of any element of two trees."""
     differences = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), left, right)
-    return max(jax.tree.leaves(differences))
+    largest = float(np.max(jax.tree.leaves(differences)))
+    return largest if np.isfinite(largest) else float("inf")
 
 
 def measure(
@@ -155,30 +172,42 @@ def measure(
     """One record an operator, implementation, dtype and tensor: the worst error and its case."""
     for operator, able_here in implementations.items():
         for dtype in dtypes:
-            worst: dict[tuple[str, str], dict[str, Any]] = {}
+            worst: Worst = {}
             for name, case, inputs, options in _problems(operator, dtype, names):
                 expected = None
                 for implementation in able_here:
                     errors, expected = compare(
                         operator, implementation, inputs, expected=expected, **options
                     )
-                    if case == Case() and shapes.SHAPES[name].batch > 1:
+                    again = case == Case() or (implementation in KERNELS and case.decay == "none")
+                    if again and not options and shapes.SHAPES[name].batch > 1:
                         errors |= repeats(operator, implementation, inputs)
-                    for tensor, error in errors.items():
-                        record = worst.setdefault((implementation, tensor), {"error": -1.0})
-                        if error > record["error"]:
-                            record |= {"error": error, "shape": name, "case": case._asdict()}
-            for (implementation, tensor), record in sorted(worst.items()):
-                allowed = 0.0 if tensor.startswith("bits") else tolerance(tensor, dtype)
-                yield {
-                    "operator": operator,
-                    "implementation": implementation,
-                    "dtype": dtype,
-                    "tensor": tensor,
-                    "tolerance": allowed,
-                    "ok": record["error"] <= allowed,
-                    **record,
-                }
+                    where = {"shape": name, "case": case._asdict()}
+                    keep_worst(worst, implementation, errors, where)
+            yield from records(operator, dtype, worst)
+
+
+def keep_worst(worst: Worst, implementation: str, errors: dict[str, float], where: Any) -> None:
+    """Keeps the largest error of each tensor, and where it occurred."""
+    for tensor, error in errors.items():
+        record = worst.setdefault((implementation, tensor), {"error": -1.0})
+        if error > record["error"]:
+            record |= {"error": error, **where}
+
+
+def records(operator: str, dtype: str, worst: Worst) -> Iterator[dict[str, Any]]:
+    """The worst errors beside their tolerances."""
+    for (implementation, tensor), record in sorted(worst.items()):
+        allowed = 0.0 if tensor.startswith("bits") else tolerance(tensor, dtype)
+        yield {
+            "operator": operator,
+            "implementation": implementation,
+            "dtype": dtype,
+            "tensor": tensor,
+            "tolerance": allowed,
+            "ok": record["error"] <= allowed,
+            **record,
+        }
 
 
 def _problems(operator: str, dtype: str, names: list[str]) -> Iterator[Any]:
@@ -193,13 +222,15 @@ def _problems(operator: str, dtype: str, names: list[str]) -> Iterator[Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the table; returns the process's exit status."""
+    from kernels import check_decode  # which measures with this module's functions
+
     accelerated = jax.default_backend() != "cpu"
     parser = argparse.ArgumentParser(
         prog="python -m kernels.check",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_choice(parser, "op", shapes.OPERATORS)
+    add_choice(parser, "op", (*shapes.OPERATORS, check_decode.NAME))
     add_choice(parser, "implementation", dispatch.IMPLEMENTATIONS, "all that run here")
     add_choice(parser, "dtype", DTYPES)
     parser.add_argument(
@@ -210,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="JSON lines instead of the table")
     args = parser.parse_args(argv)
 
-    operators = chosen(parser, "op", args.op, shapes.OPERATORS)
+    operators = chosen(parser, "op", args.op, (*shapes.OPERATORS, check_decode.NAME))
     wanted = chosen(parser, "implementation", args.implementation, dispatch.IMPLEMENTATIONS)
     dtypes = chosen(parser, "dtype", args.dtype, DTYPES)
     groups = {"small": shapes.SMALL, "wide": shapes.WIDE, "long": shapes.LONG}
@@ -220,8 +251,14 @@ def main(argv: list[str] | None = None) -> int:
 
     wrong = 0
     named_ones = args.implementation != "all"
+    found: list[Iterator[dict[str, Any]]] = []
+    if check_decode.NAME in operators:
+        operators.remove(check_decode.NAME)
+        known = wanted if operators == [] else check_decode.built(wanted)
+        steps = able(check_decode.NAME, known, named_ones)
+        found = [check_decode.measure(steps, dtypes, names)]
     implementations = {operator: able(operator, wanted, named_ones) for operator in operators}
-    for record in measure(implementations, dtypes, names):
+    for record in itertools.chain(measure(implementations, dtypes, names), *found):
         wrong += not record["ok"]
         print(json.dumps(record) if args.json else _line(record), flush=True)
     if wrong:
@@ -261,6 +298,7 @@ def able(operator: str, implementations: list[str], asked_for: bool) -> list[str
 def _line(record: dict[str, Any]) -> str:
     case = record["case"]
     where = [record["shape"], case["decay"], case["keys"]]
+    where += [case["backbone"]] if "backbone" in case else []
     where += ["segments"] * case["segments"] + ["not centered"] * (not case["centered"])
     verdict = "" if record["ok"] else f"  EXCEEDS {record['tolerance']:.0e}"
     return (

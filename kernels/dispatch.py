@@ -23,6 +23,8 @@ import jax.numpy as jnp
 IMPLEMENTATIONS = ("scan", "xla", "triton", "pallas")
 # Best first. Platforms that are not listed use xla.
 PREFERENCE = {"gpu": ("triton", "xla"), "tpu": ("pallas", "xla")}
+# Elsewhere nothing beats the plain recurrence for one token.
+DECODE_PREFERENCE = {"gpu": ("triton",)}
 
 Static = tuple[tuple[str, Any], ...]
 
@@ -44,10 +46,10 @@ def call(operator: str, implementation: str | None, inputs: tuple[Any, ...], **s
 def select(operator: str, implementation: str | None, *, length: int = 0) -> ModuleType:
     """The module to run: the named one, or for None the best that this platform has.
 
-    One token is a decode step, for which nothing beats the plain recurrence.
+    An operator on one token is the plain recurrence; for generation `decode_step` has a fused kernel.
     """
     if implementation is None:
-        return _best(operator, _platform(), length)
+        return _best(operator, platform(), length)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"{operator}: implementation is {implementation!r}; expected None or one of "
@@ -63,8 +65,7 @@ def select(operator: str, implementation: str | None, *, length: int = 0) -> Mod
 
 def unavailable(operator: str, implementation: str) -> str | None:
     """Why the implementation cannot run on this machine, or None if it can."""
-    name = f"kernels.{operator}.{implementation}"
-    if importlib.util.find_spec(name) is None:
+    if not is_built(operator, implementation):
         return "it is not built for this operator"
     try:
         module = _module(operator, implementation)
@@ -73,11 +74,23 @@ def unavailable(operator: str, implementation: str) -> str | None:
     return module.unavailable() if hasattr(module, "unavailable") else None
 
 
+def is_built(operator: str, implementation: str) -> bool:
+    """Whether the operator has this implementation, on some machine."""
+    return importlib.util.find_spec(f"kernels.{operator}.{implementation}") is not None
+
+
 def _module(operator: str, implementation: str) -> ModuleType:
     return importlib.import_module(f"kernels.{operator}.{implementation}")
 
 
-def _platform() -> str:
+def platform() -> str:
+    """The platform that is traced for: of the current mesh, or else of JAX's default device.
+
+    A mesh's devices need not be here: programs are also compiled for machines elsewhere.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return device.platform
     device = jax.config.values["jax_default_device"]
     if device is None:
         return jax.default_backend()
@@ -87,12 +100,18 @@ def _platform() -> str:
 def _best(operator: str, platform: str, length: int) -> ModuleType:
     if length == 1:
         return _module(operator, "scan")
-    for name in PREFERENCE.get(platform, ("xla",)):
+    for name in _preference(operator, platform):
         reason = unavailable(operator, name)
         if reason is None:
             return _module(operator, name)
         _warn_once(f"{operator} falls back from {name!r} on {platform}: {reason}")
     return _module(operator, "scan")
+
+
+def _preference(operator: str, platform: str) -> tuple[str, ...]:
+    if operator == "decode_step":
+        return DECODE_PREFERENCE.get(platform, ())
+    return PREFERENCE.get(platform, ("xla",))
 
 
 @functools.cache

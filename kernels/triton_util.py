@@ -4,16 +4,18 @@ Triton kernels themselves live beside each operator in modules that import nothi
 This module imports without Triton or jax-triton installed.
 """
 
+import contextlib
 import functools
 import importlib
 import json
 import pathlib
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 TABLE = pathlib.Path(__file__).with_name("tuned.json")
 MINIMUM = {"triton": (3, 7, 1), "jax_triton": (0, 4)}
@@ -23,6 +25,7 @@ SMALLEST_SHARED_MEMORY = 101376
 
 # What `choose` chose last for each kernel and bucket: what `tune` starts from and reports may show.
 CHOSEN: dict[tuple[str, str], dict[str, int]] = {}
+_poison = False
 
 
 def missing_packages() -> str | None:
@@ -77,7 +80,7 @@ def bucket(dtype: Any, key_dim: int, value_dim: int = 0) -> str:
     """
     dims = {"K": key_dim, "V": value_dim}
     rounded = [f"{name}{1 << (dim - 1).bit_length()}" for name, dim in dims.items() if dim]
-    return " ".join([jax.numpy.dtype(dtype).name, *rounded])
+    return " ".join([jnp.dtype(dtype).name, *rounded])
 
 
 @functools.cache
@@ -126,9 +129,20 @@ def choose(
     return dict(config)
 
 
+@contextlib.contextmanager
+def poisoned_outputs() -> Iterator[None]:
+    """Kernels traced within write over NaN, so that what they leave unwritten can be seen."""
+    global _poison
+    _poison = True
+    try:
+        yield
+    finally:
+        _poison = False
+
+
 def call(
     kernel: Any,
-    *operands: jax.Array | int | float,
+    *operands: jax.Array | jax.Ref | int | float,
     out: Any,
     grid: tuple[int, ...],
     num_warps: int,
@@ -139,7 +153,7 @@ def call(
 
     Args:
       kernel: a function under `triton.jit`.
-      operands: arrays, and numbers (compiled once for all values) such as the sequence length.
+      operands: arrays, Refs that it updates in place, and numbers (compiled once for all values) such as the sequence length.
       out: `jax.ShapeDtypeStruct`s, any pytree; the result has the same structure. The kernel must
         write every element.
       grid: blocks along up to three axes; the first may pass 65,535.
@@ -149,15 +163,21 @@ def call(
     """
     import jax_triton
 
-    results = jax_triton.triton_call(
+    launch = functools.partial(
+        jax_triton.triton_call,
         *operands,
         kernel=kernel,
-        out_type=out,
         grid=grid,
         num_warps=num_warps,
         num_stages=num_stages,
         **constants,
     )
+    if _poison:
+        filled = jax.tree.map(lambda x: jax.new_ref(jnp.full(x.shape, jnp.nan, x.dtype)), out)
+        launch(*jax.tree.leaves(filled), out_type=())
+        results = jax.tree.map(lambda x: x[...], filled)
+    else:
+        results = launch(out_type=out)
     # Inside shard_map the call forgets over which mesh axes its results vary.
     arrays = [operand for operand in operands if isinstance(operand, jax.Array)]
     varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels import dispatch, validation
-from kernels.ccq_query.state import CCQState
+from kernels.ccq_query.state import CCQMoments, CCQState
 
 NAME = "ccq_query"
 
@@ -83,4 +83,4 @@ def _checked_state(state: CCQState | None, sizes: dict[str, int]) -> CCQState:
     return CCQState(*(x.astype(jnp.float32) for x in state))
 
 
-__all__ = ["CCQState", "ccq_query"]
+__all__ = ["CCQMoments", "CCQState", "ccq_query"]

@@ -6,24 +6,15 @@ gradient exists where the count, by which a mean is divided, is still 0.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels.ccq_query.state import CCQState
+from kernels.ccq_query.state import CCQMoments, CCQState
 
 differentiable = True
 einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-
-
-class Moments(NamedTuple):
-    """Of the keys so far; `cov` is Sigma, or the second moment about 0 if not centred."""
-
-    count: Float[Array, "B H"]  # type: ignore[assignment]  # it hides tuple.count
-    mean: Float[Array, "B H K"]
-    cov: Float[Array, "B H K K"]
 
 
 def forward(
@@ -41,21 +32,9 @@ def forward(
     if log_decay is None:
         log_decay = jax.lax.full_like(lam, 0)
 
-    def clean(moments, q, lam):
-        return q - lam[..., None] * einsum("bhij,bhj->bhi", moments.cov, q)
-
     def step(moments, token):
         q, k, lam, log_decay = token
-        past = jnp.exp(log_decay) * moments.count
-        count = past + 1
-        keep, share = (past / count)[..., None], (1 / count)[..., None]
-        delta = k - moments.mean
-        mean = moments.mean + share * delta
-        if centered:
-            cov = keep[..., None] * (moments.cov + share[..., None] * _outer(delta))
-        else:
-            cov = keep[..., None] * moments.cov + share[..., None] * _outer(k)
-        moments = Moments(count, mean, cov)
+        moments = update(moments, k, log_decay, centered)
         return moments, clean(moments, q, lam)
 
     tokens = tuple(jnp.moveaxis(x, 1, 0).astype(jnp.float32) for x in (q, k, lam, log_decay))
@@ -66,10 +45,35 @@ def forward(
     first = clean(moments, first_q, first_lam)[None]
     moments, out = jax.lax.scan(step, moments, rest)
     out = jnp.moveaxis(jnp.concatenate([first, out]), 0, 1).astype(q.dtype)
-    return out, _to_sums(moments, centered)
+    return out, moments.sums(centered)
 
 
-def _first_moments(state: CCQState, k: Array, log_decay: Array, centered: bool) -> Moments:
+def update(
+    moments: CCQMoments,
+    k: Float[Array, "B H K"],
+    log_decay: Float[Array, "B H"] | None,
+    centered: bool,
+) -> CCQMoments:
+    """Moments after one more key."""
+    past = moments.count if log_decay is None else jnp.exp(log_decay) * moments.count
+    count = past + 1
+    keep, share = (past / count)[..., None], (1 / count)[..., None]
+    delta = k - moments.mean
+    mean = moments.mean + share * delta
+    added = keep * share * delta if centered else share * k
+    # A fused multiply-add rounds the old covariance once a token; over 10^4 tokens roundings add up.
+    covariance = keep[..., None] * moments.covariance + _outer(added, delta if centered else k)
+    return CCQMoments(count, mean, covariance)
+
+
+def clean(
+    moments: CCQMoments, q: Float[Array, "B H K"], lam: Float[Array, "B H"]
+) -> Float[Array, "B H K"]:
+    """q - lam Sigma q."""
+    return q - lam[..., None] * einsum("bhij,bhj->bhi", moments.covariance, q)
+
+
+def _first_moments(state: CCQState, k: Array, log_decay: Array, centered: bool) -> CCQMoments:
     """Moments after the first key, from the sums before it."""
     decay = jnp.exp(log_decay)
     # The result is the same about any origin, which therefore has no gradient.
@@ -77,15 +81,9 @@ def _first_moments(state: CCQState, k: Array, log_decay: Array, centered: bool) 
     past = _move_origin(state, origin)
     count = decay * past.count + 1
     mean = (decay[..., None] * past.key_sum + (k - origin)) / count[..., None]
-    outer = decay[..., None, None] * past.key_outer + _outer(k - origin)
+    outer = decay[..., None, None] * past.key_outer + _outer(k - origin, k - origin)
     cov = outer / count[..., None, None]
-    return Moments(count, mean + origin, cov - _outer(mean) if centered else cov)
-
-
-def _to_sums(moments: Moments, centered: bool) -> CCQState:
-    count, mean, cov = moments
-    outer = cov + _outer(mean) if centered else cov
-    return CCQState(count, count[..., None] * mean, count[..., None, None] * outer)
+    return CCQMoments(count, mean + origin, cov - _outer(mean, mean) if centered else cov)
 
 
 def _move_origin(state: CCQState, origin: Float[Array, "B H K"]) -> CCQState:
@@ -93,9 +91,9 @@ def _move_origin(state: CCQState, origin: Float[Array, "B H K"]) -> CCQState:
     count, total, outer = state
     cross = origin[..., :, None] * total[..., None, :]
     outer = outer - cross - jnp.swapaxes(cross, -1, -2)
-    outer = outer + count[..., None, None] * _outer(origin)
+    outer = outer + count[..., None, None] * _outer(origin, origin)
     return CCQState(count, total - count[..., None] * origin, outer)
 
 
-def _outer(x: Float[Array, "*N K"]) -> Float[Array, "*N K K"]:
-    return x[..., :, None] * x[..., None, :]
+def _outer(x: Float[Array, "*N K"], y: Float[Array, "*N K"]) -> Float[Array, "*N K K"]:
+    return x[..., :, None] * y[..., None, :]
