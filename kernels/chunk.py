@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kernels import dispatch
+
 # Elements of an array of a group's keys or values.
 GROUP_ELEMENTS = {"cpu": 2**17}
 GROUP_ELEMENTS_ELSEWHERE = 2**27
@@ -34,7 +36,7 @@ def lengths(
     width = max(widths)
     default = 32 if width <= 64 else 64
     length = min(chunk_size or default, 1 << (tokens - 1).bit_length())
-    budget = GROUP_ELEMENTS.get(jax.default_backend(), GROUP_ELEMENTS_ELSEWHERE)
+    budget = GROUP_ELEMENTS.get(dispatch.platform(), GROUP_ELEMENTS_ELSEWHERE)
     chunks = -(-tokens // length)
     at_most = max(1, budget // (batch * heads * width * length))
     groups = -(-chunks // at_most)

@@ -110,10 +110,10 @@ def test_the_best_of_a_platform_runs_and_a_fallback_warns_once(monkeypatch):
     monkeypatch.setattr(dispatch, "_module", lambda operator, name: name)
     dispatch._warn_once.cache_clear()
     for platform, best in (("gpu", "triton"), ("cpu", "xla"), ("other", "xla")):
-        monkeypatch.setattr(dispatch, "_platform", lambda platform=platform: platform)
+        monkeypatch.setattr(dispatch, "platform", lambda platform=platform: platform)
         assert dispatch.select("gated_delta_rule", None, length=2) == best
         assert dispatch.select("gated_delta_rule", None, length=1) == "scan"
-    monkeypatch.setattr(dispatch, "_platform", lambda: "tpu")
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
     with pytest.warns(RuntimeWarning, match="gated_delta_rule falls back from 'pallas' on tpu: no"):
         assert dispatch.select("gated_delta_rule", None, length=2) == "xla"
     assert dispatch.select("gated_delta_rule", None, length=2) == "xla"
