@@ -153,7 +153,8 @@ def call(
 
     Args:
       kernel: a function under `triton.jit`.
-      operands: arrays, Refs that it updates in place, and numbers (compiled once for all values) such as the sequence length.
+      operands: arrays, Refs that it updates in place, and numbers (compiled once for all values)
+        such as the sequence length.
       out: `jax.ShapeDtypeStruct`s, any pytree; the result has the same structure. The kernel must
         write every element.
       grid: blocks along up to three axes; the first may pass 65,535.
