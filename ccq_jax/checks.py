@@ -179,6 +179,13 @@ class Section:
         self.check("batches documents recall_examples", *_AT_LEAST_1)
         lengths = lambda x: all(n >= 1 for n in x)
         self.check("contexts recall_lengths", lengths, "lengths of at least 1")
+        some = lambda x: len(x) > 0 and lengths(x)
+        lists = "s_niah.lengths extrapolation.lengths mqar.lengths mqar.pairs"
+        self.check(lists, some, "one or more numbers of at least 1")
+        self.check("batch_size s_niah.samples longbench_length", *_AT_LEAST_1)
+        self.check("extrapolation.bucket extrapolation.texts", *_AT_LEAST_1)
+        self.check("context_length retrieval_length", *_NOT_NEGATIVE)
+        self.one_of("bos", ("none", "bos", "eos"))
         return self.found
 
     def mesh(self) -> list[str]:

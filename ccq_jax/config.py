@@ -156,6 +156,23 @@ def _eval() -> ConfigDict:
     evaluation.documents = 64  # held-out documents read at each context, at most
     evaluation.recall_lengths = (128, 256, 512, 1024)  # tokens; accuracy on mqar and niah at each
     evaluation.recall_examples = 64  # sequences for each task and length
+    # Of the benchmarks (`eval.py --suite=paper`):
+    evaluation.batch_size = 8  # rows of 1024 tokens that each device works on; more if shorter
+    evaluation.bos = "none"  # in front of every text: "none", "bos" (if there is one) or "eos"
+    evaluation.context_length = 4096  # tokens that a scored one may depend on; 0 = all before it
+    evaluation.s_niah = ConfigDict()
+    evaluation.s_niah.lengths = (1024, 2048, 4096, 8192)  # tokens, the 128 of the answer included
+    evaluation.s_niah.samples = 500  # prompts for each task and length
+    evaluation.extrapolation = ConfigDict()
+    evaluation.extrapolation.lengths = tuple(range(4096, 20481, 2048))  # tokens read
+    evaluation.extrapolation.bucket = 2048  # positions whose losses are averaged
+    evaluation.extrapolation.texts = 16  # texts of the greatest length, from each corpus
+    evaluation.extrapolation.joined = True  # texts of several documents; else of long ones' starts
+    evaluation.longbench_length = 16384  # tokens of a prompt; its middle is cut out
+    evaluation.retrieval_length = 2048  # tokens of a context with room for the answer; 0 = all
+    evaluation.mqar = ConfigDict()
+    evaluation.mqar.lengths = (256, 512, 1024, 2048)  # tokens
+    evaluation.mqar.pairs = (4, 16, 64, 256)  # key-value pairs, where the length has room
     return evaluation
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Int32
 
 # Names under which tokenizer.json files keep the token that ends a document, where no
 # tokenizer_config.json beside them says which it is.
+_HF_BOS = ("<s>", "<|begin_of_text|>", "<bos>")
 _HF_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|endofdocument|>", "[EOS]")
 
 
@@ -29,17 +30,26 @@ class Tokenizer(abc.ABC):
       pieces: the bytes of each id; empty for control tokens such as end of document.
       vocab_size: number of ids.
       eos_id: end of document.
+      bos_id: the vocabulary's token for a text's beginning, which `encode` does not add; or None.
       bytes_per_token: length of each piece. A batch's targets cover
         `(bytes_per_token[targets] * loss_mask).sum()` bytes of text.
       prefixes_space: whether `encode` puts a space in front of the text, as SentencePiece may.
     """
 
-    def __init__(self, name: str, fingerprint: str, pieces: Iterable[bytes], eos_id: int):
+    def __init__(
+        self,
+        name: str,
+        fingerprint: str,
+        pieces: Iterable[bytes],
+        eos_id: int,
+        bos_id: int | None = None,
+    ):
         self.name = name
         self.fingerprint = fingerprint
         self.pieces = tuple(pieces)
         self.vocab_size = len(self.pieces)
         self.eos_id = eos_id
+        self.bos_id = bos_id
         self.bytes_per_token: Int32[np.ndarray, " vocab"] = np.array(
             [len(piece) for piece in self.pieces], np.int32
         )
@@ -115,7 +125,8 @@ class SentencePieceTokenizer(Tokenizer):
         if processor.eos_id() < 0:
             raise _tokenizer_error(name, f"{path} has no end-of-document token (eos)")
         pieces = map(self._piece, range(processor.get_piece_size()))
-        super().__init__(name, _fingerprint(model), pieces, processor.eos_id())
+        bos_id = processor.bos_id() if processor.bos_id() >= 0 else None
+        super().__init__(name, _fingerprint(model), pieces, processor.eos_id(), bos_id)
 
     def _piece(self, token: int) -> bytes:
         processor = self._processor
@@ -160,18 +171,26 @@ class HuggingFaceTokenizer(Tokenizer):
                 pieces.append(b"" if added[i]["special"] else added[i]["content"].encode())
             else:
                 pieces.append(to_bytes(ids[i]) if i in ids else b"")
-        super().__init__(name, _fingerprint(data), pieces, self._find_eos(name, path))
+        eos_id = self._find_eos(name, path)
+        bos_id, _ = self._find(path, "bos_token", _HF_BOS)
+        super().__init__(name, _fingerprint(data), pieces, eos_id, bos_id)
 
-    def _find_eos(self, name: str, path: Path) -> int:
-        candidates: tuple[str, ...] = _HF_EOS
+    def _find(
+        self, path: Path, role: str, names: tuple[str, ...]
+    ) -> tuple[int | None, tuple[str, ...]]:
+        """The id of a control token, if there is one, and the names that were tried."""
         settings = path.with_name("tokenizer_config.json")
         if settings.is_file():
-            eos = json.loads(settings.read_bytes()).get("eos_token")
-            eos = eos.get("content") if isinstance(eos, dict) else eos
-            candidates = (eos,) if eos else candidates
-        for candidate in candidates:
-            if (token := self._tokenizer.token_to_id(candidate)) is not None:
-                return token
+            token = json.loads(settings.read_bytes()).get(role)
+            token = token.get("content") if isinstance(token, dict) else token
+            names = (token,) if token else names
+        ids = map(self._tokenizer.token_to_id, names)
+        return next((i for i in ids if i is not None), None), names
+
+    def _find_eos(self, name: str, path: Path) -> int:
+        eos_id, candidates = self._find(path, "eos_token", _HF_EOS)
+        if eos_id is not None:
+            return eos_id
         raise _tokenizer_error(
             name,
             f"{path} has none of the end-of-document tokens {', '.join(candidates)}; name it as "
