@@ -1,16 +1,15 @@
 """Gated DeltaNet (arXiv 2412.06464), as flash-linear-attention builds it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 from ml_collections import FrozenConfigDict
 
-from ccq_jax.cache import Segments
-from ccq_jax.ccq import operator_options
 from ccq_jax.layers import Linear, l2_norm
-from ccq_jax.mixers.linear import LinearCache, LinearMixer
-from ccq_jax.sharding import batch_parallel
+from ccq_jax.mixers.linear import Heads, LinearMixer
 from kernels import gated_delta_rule
 
 
@@ -35,37 +34,19 @@ class GatedDeltaNet(LinearMixer):
         dt = jnp.maximum(jnp.exp(log_dt), 1e-4)
         self.dt_bias = nnx.Param(dt + jnp.log(-jnp.expm1(-dt)))
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        segments: Segments,
-        cache: LinearCache | None = None,
-        diagnostics: bool = False,
-    ) -> tuple[Float[Array, "B T D"], LinearCache | None, dict[str, Float[Array, " H"]]]:
-        """See `ccq_jax.mixers`."""
-        q, k, v, tails = self.project(x, segments, cache)
-        if not tails:  # without a convolution, which ends in one, the SiLU stands alone
+    def activate(self, q: Heads, k: Heads, v: Heads) -> tuple[Heads, Heads, Heads]:
+        """Unit queries and keys."""
+        if not self.config.conv_size:  # whose output has its SiLU already
             q, k, v = jax.nn.silu(q), jax.nn.silu(k), jax.nn.silu(v)
-        q, k = l2_norm(q), l2_norm(k)
+        return l2_norm(q), l2_norm(k), v
+
+    def gates(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T HV"], ...]:
+        """log_decay and beta."""
         dt = jax.nn.softplus(self.a_proj(x) + self.dt_bias[...])
-        log_decay = -jnp.exp(self.A_log[...]) * dt
-        beta = jax.nn.sigmoid(self.b_proj(x))
-        q, statistics, described = self.condition(q, k, log_decay, segments, cache, diagnostics)
+        return -jnp.exp(self.A_log[...]) * dt, jax.nn.sigmoid(self.b_proj(x))
 
-        def remember(q, k, v, log_decay, beta, segment_ids, state):
-            return gated_delta_rule(
-                q,
-                k,
-                v,
-                log_decay,
-                beta,
-                segment_ids=segment_ids,
-                initial_state=state,
-                **operator_options(self.config),
-            )
-
-        state = None if cache is None else segments.carry(cache.state)
-        inputs = (q, k, v, log_decay, beta, segments.ids, state)
-        o, state = batch_parallel(remember)(*inputs)
-        y = self.read_out(o, x)
-        return y, None if cache is None else LinearCache(tails, statistics, state), described
+    def recurrence(
+        self, q: Heads, k: Heads, v: Heads, *gates: Array, **options: Any
+    ) -> tuple[Heads, Float[Array, "B HV K V"]]:
+        """See `kernels.gated_delta_rule`."""
+        return gated_delta_rule(q, k, v, *gates, **options)

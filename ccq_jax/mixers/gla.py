@@ -1,15 +1,14 @@
 """Gated linear attention (arXiv 2312.06635), as flash-linear-attention builds it."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 from jaxtyping import Array, Float
 from ml_collections import FrozenConfigDict
 
-from ccq_jax.cache import Segments
-from ccq_jax.ccq import operator_options
 from ccq_jax.layers import Linear
-from ccq_jax.mixers.linear import LinearCache, LinearMixer
-from ccq_jax.sharding import batch_parallel
+from ccq_jax.mixers.linear import Heads, LinearMixer
 from kernels import gated_linear_attention
 
 
@@ -25,32 +24,14 @@ class GLA(LinearMixer):
         self.decay_down = Linear(config, config.hidden_size, rank, rngs=rngs)
         self.decay_up = Linear(config, rank, keys, rngs=rngs, use_bias=True, out_dtype="float32")
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        segments: Segments,
-        cache: LinearCache | None = None,
-        diagnostics: bool = False,
-    ) -> tuple[Float[Array, "B T D"], LinearCache | None, dict[str, Float[Array, " H"]]]:
-        """See `ccq_jax.mixers`."""
-        q, k, v, tails = self.project(x, segments, cache)
-        gate = self.decay_up(self.decay_down(x)).reshape(q.shape)
-        log_decay = jax.nn.log_sigmoid(gate) / self.config.gate_normalizer
-        q, statistics, described = self.condition(q, k, None, segments, cache, diagnostics)
+    def gates(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H K"], ...]:
+        """log_decay."""
+        heads = self.config.num_heads, self.config.head_dim
+        gate = self.decay_up(self.decay_down(x)).reshape(*x.shape[:2], *heads)
+        return (jax.nn.log_sigmoid(gate) / self.config.gate_normalizer,)
 
-        def remember(q, k, v, log_decay, segment_ids, state):
-            return gated_linear_attention(
-                q,
-                k,
-                v,
-                log_decay,
-                segment_ids=segment_ids,
-                initial_state=state,
-                **operator_options(self.config),
-            )
-
-        state = None if cache is None else segments.carry(cache.state)
-        inputs = (q, k, v, log_decay, segments.ids, state)
-        o, state = batch_parallel(remember)(*inputs)
-        y = self.read_out(o, x)
-        return y, None if cache is None else LinearCache(tails, statistics, state), described
+    def recurrence(
+        self, q: Heads, k: Heads, v: Heads, *gates: Array, **options: Any
+    ) -> tuple[Heads, Float[Array, "B HV K V"]]:
+        """See `kernels.gated_linear_attention`."""
+        return gated_linear_attention(q, k, v, *gates, **options)

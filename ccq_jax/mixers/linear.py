@@ -1,6 +1,7 @@
 """What the linear mixers share: projections, short convolutions, CCQ, and the gated read-out."""
 
-from typing import NamedTuple
+import abc
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -8,8 +9,9 @@ from jaxtyping import Array, Float
 from ml_collections import FrozenConfigDict
 
 from ccq_jax.cache import Segments
-from ccq_jax.ccq import CCQ
+from ccq_jax.ccq import CCQ, operator_options
 from ccq_jax.layers import Linear, RMSNorm, ShortConv
+from ccq_jax.sharding import batch_parallel
 from kernels import CCQState
 
 Heads = Float[Array, "B T H W"]
@@ -21,6 +23,15 @@ class LinearCache(NamedTuple):
     tails: tuple[Array, ...]  # the last inputs of q's, k's and v's convolutions, if there are any
     statistics: CCQState | None  # of the keys
     state: Float[Array, "B HV K V"]
+
+
+class MemoryInputs(NamedTuple):
+    """What a layer's tokens write into its memory, and the queries that read it."""
+
+    q: Heads
+    k: Heads
+    v: Heads
+    gates: tuple[Float[Array, "B T ..."], ...]  # log_decay, and what else the recurrence takes
 
 
 class LinearMixer(nnx.Module):
@@ -45,10 +56,25 @@ class LinearMixer(nnx.Module):
         self.o_norm = RMSNorm(config, norm_width)
         self.o_proj = Linear(config, values, hidden, rngs=rngs)
 
-    def project(
-        self, x: Float[Array, "B T D"], segments: Segments, cache: LinearCache | None
-    ) -> tuple[Heads, Heads, Heads, tuple[Array, ...]]:
-        """q, k, v by head, after their convolutions, and the convolutions' tails."""
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        segments: Segments,
+        cache: LinearCache | None = None,
+        diagnostics: bool = False,
+    ) -> tuple[Float[Array, "B T D"], LinearCache | None, dict[str, Float[Array, " H"]]]:
+        """See `ccq_jax.mixers`."""
+        inputs, tails = self.inputs(x, segments, cache)
+        q, statistics, described = self.condition(inputs, segments, cache, diagnostics)
+        state = None if cache is None else segments.carry(cache.state)
+        o, state = self.recall(inputs._replace(q=q), segments, state)
+        y = self.read_out(o, x)
+        return y, None if cache is None else LinearCache(tails, statistics, state), described
+
+    def inputs(
+        self, x: Float[Array, "B T D"], segments: Segments, cache: LinearCache | None = None
+    ) -> tuple[MemoryInputs, tuple[Array, ...]]:
+        """What goes to the memory, the query as CCQ finds it, and the convolutions' tails."""
         parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         tails: list[Array] = []
         for i, conv in enumerate(self._convs()):
@@ -58,7 +84,36 @@ class LinearMixer(nnx.Module):
         c = self.config
         shapes = [(c.num_heads, c.head_dim)] * 2 + [(c.num_v_heads, c.head_v_dim)]
         q, k, v = (y.reshape(*y.shape[:2], *s) for y, s in zip(parts, shapes, strict=True))
-        return q, k, v, tuple(tails)
+        return MemoryInputs(*self.activate(q, k, v), self.gates(x)), tuple(tails)
+
+    def activate(self, q: Heads, k: Heads, v: Heads) -> tuple[Heads, Heads, Heads]:
+        """What a mixer does to its projections."""
+        return q, k, v
+
+    @abc.abstractmethod
+    def gates(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T ..."], ...]:
+        """What `recurrence` takes besides q, k and v: log_decay, and more."""
+
+    @abc.abstractmethod
+    def recurrence(
+        self, q: Heads, k: Heads, v: Heads, *gates: Array, **options: Any
+    ) -> tuple[Heads, Float[Array, "B HV K V"]]:
+        """The operator, with its `segment_ids` and `initial_state` among the options."""
+
+    def recall(
+        self,
+        inputs: MemoryInputs,
+        segments: Segments,
+        state: Float[Array, "B HV K V"] | None = None,
+    ) -> tuple[Heads, Float[Array, "B HV K V"]]:
+        """What each query reads, and the memory after the last token. Linear in `inputs.v`."""
+
+        def run(q, k, v, gates, segment_ids, state):
+            options = operator_options(self.config)
+            options |= {"segment_ids": segment_ids, "initial_state": state}
+            return self.recurrence(q, k, v, *gates, **options)
+
+        return batch_parallel(run)(*inputs, segments.ids, state)
 
     def _convs(self) -> list[ShortConv]:
         convs = (self.q_conv, self.k_conv, self.v_conv)
@@ -66,16 +121,15 @@ class LinearMixer(nnx.Module):
 
     def condition(
         self,
-        q: Heads,
-        k: Heads,
-        log_decay: Float[Array, "B T H"] | None,
+        inputs: MemoryInputs,
         segments: Segments,
-        cache: LinearCache | None,
-        diagnostics: bool,
+        cache: LinearCache | None = None,
+        diagnostics: bool = False,
     ) -> tuple[Heads, CCQState | None, dict[str, Float[Array, " H"]]]:
         """The query that reads the memory: CCQ's, or q itself."""
         if self.ccq is None:
-            return q, None, {}
+            return inputs.q, None, {}
+        q, k, _, (log_decay, *_) = inputs
         statistics = None if cache is None else cache.statistics
         return self.ccq(q, k, log_decay, segments, statistics, diagnostics)
 
