@@ -71,14 +71,13 @@ def measure(
     name: str,
     *,
     dtype: str,
-    batches: tuple[int, ...] = BATCHES,
     repeats: int = 15,
 ) -> Iterator[dict[str, Any]]:
     """One record a batch and implementation; see `kernels.bench` for the figures."""
     on_cpu = jax.default_backend() == "cpu"
     working_set = WORKING_SET_ON_CPU if on_cpu else WORKING_SET
     backbone = check_decode.BACKBONES[name in GLA]
-    for batch in batches:
+    for batch in BATCHES:
         shape = shapes.SHAPES[name]._replace(batch=batch, length=1)
         inputs = check_decode.make_inputs(backbone, shape, dtype, check_decode.CASES[0])
         state = inputs.pop("state"), inputs.pop("moments")

@@ -29,17 +29,20 @@ TOKENS = ("q", "k", "v", "log_decay", "beta", "lam", "ccq_log_decay")
 def make_inputs(backbone: str, shape: shapes.Shape, dtype: str, case: check.Case) -> dict[str, Any]:
     """Arguments for `decode`: `decode_step`'s, with tokens [B, T, ...].
 
-    "mixed" decays the statistics too. They start empty where they would not be those of such keys.
+    "mixed" decays the statistics too. The delta rule's keys are of unit length.
     """
     options: dict[str, Any] = {"dtype": dtype, "decay": case.decay, "keys": case.keys}
     inputs = shapes.make_inputs(backbone, shape, **options)
     other = shapes.make_inputs("ccq_query", shape, **options)
-    state, sums = inputs.pop("initial_state"), other["initial_state"]
+    state, moments = inputs.pop("initial_state"), other["initial_state"].moments(case.centered)
+    if backbone == "gated_delta_rule":
+        size = jnp.linalg.norm(other["k"].astype(jnp.float32), axis=-1).mean()
+        moments = moments._replace(
+            mean=moments.mean / size, covariance=moments.covariance / size**2
+        )
     if not case.initial_state:
-        state = jnp.zeros_like(state)
-    if not case.initial_state or backbone == "gated_delta_rule":
-        sums = jax.tree.map(jnp.zeros_like, sums)
-    inputs |= {"lam": other["lam"], "state": state, "moments": sums.moments(case.centered)}
+        state, moments = jax.tree.map(jnp.zeros_like, (state, moments))
+    inputs |= {"lam": other["lam"], "state": state, "moments": moments}
     if case.decay == "mixed":
         inputs["ccq_log_decay"] = other["log_decay"]
     return inputs
