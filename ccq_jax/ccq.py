@@ -1,5 +1,7 @@
 """Curvature-Conditioned Query (arXiv 2606.01294): it sits in front of any linear mixer."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,7 +11,7 @@ from ml_collections import FrozenConfigDict
 from ccq_jax.cache import Segments
 from ccq_jax.layers import l2_norm, normal
 from ccq_jax.sharding import batch_parallel
-from kernels import CCQState, ccq_query, gated_linear_attention
+from kernels import CCQMoments, ccq_query, gated_linear_attention
 
 POWER_ITERATIONS = 10
 # With trace_norm, Sigma is divided by tr Sigma + TRACE_FLOOR E|k|^2. Where the keys are nearly
@@ -37,9 +39,9 @@ class CCQ(nnx.Module):
         k: Float[Array, "B T H K"],
         log_decay: Float[Array, "B T H"] | None,
         segments: Segments,
-        state: CCQState | None,
+        moments: CCQMoments | None,
         diagnostics: bool = False,
-    ) -> tuple[Float[Array, "B T H K"], CCQState, dict[str, Float[Array, " H"]]]:
+    ) -> tuple[Float[Array, "B T H K"], CCQMoments, dict[str, Float[Array, " H"]]]:
         """The contracted query, the statistics after the last token, and what `diagnose` says.
 
         Args:
@@ -47,36 +49,60 @@ class CCQ(nnx.Module):
           k: keys as the mixer stores them.
           log_decay: the mixer's scalar gate; used with the option `decay` only.
           segments: where the tokens stand; statistics start afresh with each segment.
-          state: the statistics before the first token, if this continues a call.
+          moments: the statistics before the first token, if this continues a call.
           diagnostics: also describe the curvature; otherwise the dictionary is empty.
         """
         options = self.config.ccq
-        if options.key_norm:
-            k = l2_norm(k)
-        if not options.decay:
-            log_decay = None
-        state = None if state is None else segments.carry(state)
-        lam = self.strength(q)
-        scaled = lam
-        if options.trace_norm:
-            scaled = lam / self._trace(k, log_decay, segments, state)
+        moments = None if moments is None else segments.carry(moments)
+        k, lam, scaled, log_decay = self._inputs(q, k, log_decay, segments, moments)
 
-        def query(q, k, lam, log_decay, segment_ids, state):
-            return ccq_query(
+        def query(q, k, lam, log_decay, segment_ids, moments):
+            cleaned, state = ccq_query(
                 q,
                 k,
                 lam,
                 log_decay=log_decay,
                 segment_ids=segment_ids,
-                initial_state=state,
+                initial_state=None if moments is None else moments.sums(options.centered),
                 centered=options.centered,
                 **operator_options(self.config),
             )
+            return cleaned, state.moments(options.centered)
 
-        inputs = (q, k, scaled, log_decay, segments.ids, state)
-        cleaned, state = batch_parallel(query)(*inputs)
-        described = diagnose(q, cleaned, lam, state, options) if diagnostics else {}
-        return cleaned, state, described
+        inputs = (q, k, scaled, log_decay, segments.ids, moments)
+        cleaned, moments = batch_parallel(query)(*inputs)
+        described = diagnose(q, cleaned, lam, moments, options) if diagnostics else {}
+        return cleaned, moments, described
+
+    def step(
+        self,
+        q: Float[Array, "B 1 H K"],
+        k: Float[Array, "B 1 H K"],
+        log_decay: Float[Array, "B 1 H"],
+        segments: Segments,
+        moments: CCQMoments,
+    ) -> dict[str, Any]:
+        """The arrays that `kernels.decode_step` takes to do the same with one token."""
+        moments = segments.carry(moments)
+        k, _, lam, decay = self._inputs(q, k, log_decay, segments, moments)
+        token = {"ccq_k": k, "lam": lam, "ccq_log_decay": decay}
+        return jax.tree.map(lambda x: x[:, 0], token) | {"moments": moments}
+
+    def _inputs(
+        self,
+        q: Float[Array, "B T H K"],
+        k: Float[Array, "B T H K"],
+        log_decay: Float[Array, "B T H"] | None,
+        segments: Segments,
+        moments: CCQMoments | None,
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """The keys, lambda, lambda over the trace if that is asked for, and the decays that CCQ uses."""
+        options = self.config.ccq
+        k = l2_norm(k) if options.key_norm else k
+        log_decay = log_decay if options.decay else None
+        lam = self.strength(q)
+        trace = self._trace(k, log_decay, segments, moments) if options.trace_norm else 1
+        return k, lam, lam / trace, log_decay
 
     def strength(self, q: Float[Array, "B T H K"]) -> Float[Array, "B T H"]:
         """lambda, float32."""
@@ -85,7 +111,7 @@ class CCQ(nnx.Module):
             return jnp.full(q.shape[:-1], options.fixed_lambda, jnp.float32)
         return options.lambda_max * jax.nn.sigmoid(self.lambda_proj(q))
 
-    def _trace(self, k, log_decay, segments, state) -> Float[Array, "B T H"]:
+    def _trace(self, k, log_decay, segments, moments) -> Float[Array, "B T H"]:
         """tr Sigma_t for every token, from prefix sums: linear attention with q = k = 1."""
         k = k.astype(jnp.float32)
         ones = jnp.ones((*k.shape[:3], 1), jnp.float32)
@@ -93,10 +119,11 @@ class CCQ(nnx.Module):
         if log_decay is not None:
             log_decay = log_decay[..., None]
         sums, norms = None, None
-        if state is not None:
-            sums = state.key_sum[:, :, None]
-            trace = jnp.trace(state.key_outer, axis1=-2, axis2=-1)
-            norms = jnp.stack([trace, state.count], axis=-1)[:, :, None]
+        if moments is not None:
+            count = moments.count
+            second = second_moment(moments, self.config.ccq.centered)
+            norms = (count[..., None] * jnp.stack([second, jnp.ones_like(count)], -1))[:, :, None]
+            sums = (count[..., None] * moments.mean)[:, :, None]
 
         def prefix_sum(ones, values, log_decay, segment_ids, state):
             return gated_linear_attention(
@@ -118,11 +145,11 @@ class CCQ(nnx.Module):
         mean = run(ones, k, log_decay, segments.ids, sums)[0] / count
         return _with_floor(second - jnp.sum(mean * mean, axis=-1), second)
 
-    def init_cache(self, batch_size: int) -> CCQState:
+    def init_cache(self, batch_size: int) -> CCQMoments:
         """The statistics before the first token."""
         shape, width = (batch_size, self.config.num_heads), self.config.head_dim
         sizes = (shape, (*shape, width), (*shape, width, width))
-        return CCQState(*(jnp.zeros(size, jnp.float32) for size in sizes))
+        return CCQMoments(*(jnp.zeros(size, jnp.float32) for size in sizes))
 
 
 def _with_floor(trace: Array, second: Array) -> Array:
@@ -148,11 +175,17 @@ def operator_options(config: FrozenConfigDict) -> dict:
     return {"implementation": implementation, "chunk_size": config.chunk_size or None}
 
 
+def step_options(config: FrozenConfigDict) -> dict:
+    """The same for `kernels.decode_step`, whose plain form serves all but its one kernel."""
+    implementation = {"auto": None, "triton": "triton"}.get(config.implementation, "scan")
+    return {"implementation": implementation}
+
+
 def diagnose(
     q: Float[Array, "B T H K"],
     cleaned: Float[Array, "B T H K"],
     lam: Float[Array, "B T H"],
-    state: CCQState,
+    moments: CCQMoments,
     options: FrozenConfigDict,
 ) -> dict[str, Float[Array, " H"]]:
     """What CCQ does, head by head, averaged over the batch. Sigma is that of the last token.
@@ -164,15 +197,14 @@ def diagnose(
       effective_rank: (tr Sigma)^2 / |Sigma|_F^2, between 1 and K; 0 where Sigma is 0.
       query_moved: |q_clean - q| / |q|, averaged over all tokens.
     """
-    q, cleaned, lam, state = jax.lax.stop_gradient((q, cleaned, lam, state))
+    q, cleaned, lam, moments = jax.lax.stop_gradient((q, cleaned, lam, moments))
     q = q.astype(jnp.float32)
-    sigma = covariance(state, options.centered)
+    sigma = moments.covariance
     trace = jnp.trace(sigma, axis1=-2, axis2=-1)
     frobenius = jnp.sum(sigma * sigma, axis=(-2, -1))
     largest = largest_eigenvalue(sigma)
     if options.trace_norm:
-        second = jnp.trace(state.key_outer, axis1=-2, axis2=-1) / state.count
-        largest = largest / _with_floor(trace, second)
+        largest = largest / _with_floor(trace, second_moment(moments, options.centered))
     moved = jnp.linalg.norm(cleaned.astype(jnp.float32) - q, axis=-1)
     return {
         "lambda_mean": jnp.mean(lam, axis=(0, 1)),
@@ -185,13 +217,10 @@ def diagnose(
     }
 
 
-def covariance(state: CCQState, centered: bool) -> Float[Array, "B H K K"]:
-    """Sigma of the statistics; with centered=False, the keys' second moment."""
-    second = state.key_outer / state.count[..., None, None]
-    if not centered:
-        return second
-    mean = state.key_sum / state.count[..., None]
-    return second - mean[..., :, None] * mean[..., None, :]
+def second_moment(moments: CCQMoments, centered: bool) -> Float[Array, "B H"]:
+    """E |k|^2; `centered` says what the moments' covariance is about."""
+    second = jnp.trace(moments.covariance, axis1=-2, axis2=-1)
+    return second + jnp.sum(moments.mean**2, axis=-1) if centered else second
 
 
 def largest_eigenvalue(sigma: Float[Array, "*batch K K"]) -> Float[Array, "*batch"]:

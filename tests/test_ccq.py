@@ -13,7 +13,7 @@ from models import SMALL, cached, error, features, make, tokens
 from ccq_jax.cache import locate
 from ccq_jax.ccq import CCQ, TRACE_FLOOR, diagnose, largest_eigenvalue
 from ccq_jax.config import default, resolve_model
-from kernels import CCQState
+from kernels import CCQMoments
 
 B, T, H, K = 2, 12, 2, 8
 PAPER = {"decay": False, "centered": True, "key_norm": False, "trace_norm": False}
@@ -152,9 +152,9 @@ def test_diagnostics_are_what_they_say(name):
 
 def test_diagnostics_of_one_token_are_finite():
     zeros = jnp.zeros((1, 1, H, K))
-    state = CCQState(jnp.ones((1, H)), jnp.zeros((1, H, K)), jnp.zeros((1, H, K, K)))
+    moments = CCQMoments(jnp.ones((1, H)), jnp.zeros((1, H, K)), jnp.zeros((1, H, K, K)))
     options = FrozenConfigDict({"centered": True, "trace_norm": True})
-    for value in diagnose(zeros, zeros, jnp.ones((1, 1, H)), state, options).values():
+    for value in diagnose(zeros, zeros, jnp.ones((1, 1, H)), moments, options).values():
         assert jnp.isfinite(value).all()
 
 

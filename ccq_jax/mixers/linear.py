@@ -3,16 +3,17 @@
 import abc
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 from ml_collections import FrozenConfigDict
 
 from ccq_jax.cache import Segments
-from ccq_jax.ccq import CCQ, operator_options
+from ccq_jax.ccq import CCQ, operator_options, step_options
 from ccq_jax.layers import Linear, RMSNorm, ShortConv
 from ccq_jax.sharding import batch_parallel
-from kernels import CCQState
+from kernels import CCQMoments, decode_step
 
 Heads = Float[Array, "B T H W"]
 
@@ -21,7 +22,7 @@ class LinearCache(NamedTuple):
     """One layer's memory between calls; its size does not depend on how many tokens were seen."""
 
     tails: tuple[Array, ...]  # the last inputs of q's, k's and v's convolutions, if there are any
-    statistics: CCQState | None  # of the keys
+    statistics: CCQMoments | None  # of the keys
     state: Float[Array, "B HV K V"]
 
 
@@ -65,9 +66,13 @@ class LinearMixer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LinearCache | None, dict[str, Float[Array, " H"]]]:
         """See `ccq_jax.mixers`."""
         inputs, tails = self.inputs(x, segments, cache)
-        q, statistics, described = self.condition(inputs, segments, cache, diagnostics)
-        state = None if cache is None else segments.carry(cache.state)
-        o, state = self.recall(inputs._replace(q=q), segments, state)
+        described: dict[str, Float[Array, " H"]] = {}
+        if cache is not None and x.shape[1] == 1 and not diagnostics:
+            o, state, statistics = self.step(inputs, segments, cache)
+        else:
+            q, statistics, described = self.condition(inputs, segments, cache, diagnostics)
+            before = None if cache is None else segments.carry(cache.state)
+            o, state = self.recall(inputs._replace(q=q), segments, before)
         y = self.read_out(o, x)
         return y, None if cache is None else LinearCache(tails, statistics, state), described
 
@@ -115,6 +120,25 @@ class LinearMixer(nnx.Module):
 
         return batch_parallel(run)(*inputs, segments.ids, state)
 
+    def step(
+        self, inputs: MemoryInputs, segments: Segments, cache: LinearCache
+    ) -> tuple[Heads, Float[Array, "B HV K V"], CCQMoments | None]:
+        """`condition` and `recall` of one token, fused where there is a kernel: it is generation."""
+        ccq = {}
+        if self.ccq is not None and cache.statistics is not None:
+            q, k, _, (log_decay, *_) = inputs
+            ccq = self.ccq.step(q, k, log_decay, segments, cache.statistics)
+
+        def run(token, state, ccq):
+            q, k, v, gates = token
+            gates = dict(zip(("log_decay", "beta"), gates, strict=False))
+            options = {"centered": self.config.ccq.centered, **step_options(self.config)}
+            return decode_step(q, k, v, state=state, **gates, **ccq, **options)
+
+        token = jax.tree.map(lambda x: x[:, 0], inputs)
+        o, state, moments = batch_parallel(run)(token, segments.carry(cache.state), ccq)
+        return o[:, None], state, moments
+
     def _convs(self) -> list[ShortConv]:
         convs = (self.q_conv, self.k_conv, self.v_conv)
         return [conv for conv in convs if conv is not None]
@@ -125,7 +149,7 @@ class LinearMixer(nnx.Module):
         segments: Segments,
         cache: LinearCache | None = None,
         diagnostics: bool = False,
-    ) -> tuple[Heads, CCQState | None, dict[str, Float[Array, " H"]]]:
+    ) -> tuple[Heads, CCQMoments | None, dict[str, Float[Array, " H"]]]:
         """The query that reads the memory: CCQ's, or q itself."""
         if self.ccq is None:
             return inputs.q, None, {}
