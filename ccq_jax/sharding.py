@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -41,7 +43,10 @@ RULES: tuple[tuple[str, P], ...] = (
 def make_mesh(data: int = -1, fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh of `data` x `fsdp` devices; one of the two may be -1, "all that are left".
 
-    Raises ValueError where the product is not the number of devices.
+    Devices that share parameters are neighbours. Those of one TPU slice come together: slices have
+    each their copies of the parameters, and between slices gradients alone travel.
+
+    Raises ValueError where the product is not the number of devices, or `fsdp` would cross slices.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = [data, fsdp]
@@ -58,7 +63,22 @@ def make_mesh(data: int = -1, fsdp: int = 1, devices: Sequence[jax.Device] | Non
             f"{asked} need {math.prod(shape)} devices; here are {len(devices)} "
             "(-1 stands for all that are left)"
         )
-    return jax.make_mesh(tuple(shape), AXES, axis_types=(AxisType.Auto,) * 2, devices=devices)
+    slices: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        # Only TPUs have slices; elsewhere the number stands for other things.
+        index = getattr(device, "slice_index", None) if device.platform == "tpu" else None
+        slices.setdefault(index or 0, []).append(device)
+    if shape[0] % len(slices):
+        raise ValueError(
+            f"{asked}: fsdp must divide the {len(devices) // len(slices)} devices of a slice, "
+            f"of which there are {len(slices)}"
+        )
+    part = (shape[0] // len(slices), shape[1])
+    arranged = [
+        mesh_utils.create_device_mesh(part, slices[i], allow_split_physical_axes=True)
+        for i in sorted(slices)
+    ]
+    return Mesh(np.concatenate(arranged), AXES, axis_types=(AxisType.Auto,) * 2)
 
 
 def parameter_shardings(params: Any, mesh: Mesh) -> Any:

@@ -30,6 +30,17 @@ def abstract_state(config: ConfigDict, mesh: Mesh) -> tuple[nnx.GraphDef, State]
     return graphdef, with_shardings(state, parameter_shardings(state, mesh))
 
 
+def abstract_batch(config: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of what the step takes beside the state; `stop` has a number a device."""
+    shape = (config.train.batch_size, config.train.seq_len)
+    batch = dict.fromkeys(
+        ("inputs", "targets", "segment_ids"), jax.ShapeDtypeStruct(shape, jnp.int32)
+    )
+    batch["loss_mask"] = jax.ShapeDtypeStruct(shape, jnp.bool_)
+    batch["stop"] = jax.ShapeDtypeStruct((mesh.size,), jnp.int32)
+    return batch
+
+
 def init_state(config: ConfigDict, abstract: State) -> State:
     """A new state, made where `abstract` says. It depends on the seed, and not on the mesh."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)

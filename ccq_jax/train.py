@@ -198,14 +198,11 @@ class Run:
 
     def _compile(self):
         """The train step, compiled for these devices."""
-        shape = (self.config.train.batch_size, self.config.train.seq_len)
-        tokens = jax.ShapeDtypeStruct(shape, np.int32)
-        batch = {"inputs": tokens, "targets": tokens, "segment_ids": tokens}
-        batch["loss_mask"] = jax.ShapeDtypeStruct(shape, np.bool_)
-        batch["stop"] = jax.ShapeDtypeStruct((self.mesh.size,), np.int32)
         train_step = step.make_train_step(self.graphdef, self.config, self.abstract, self.mesh)
         start = time.monotonic()
-        compiled = train_step.lower(self.abstract, batch).compile()
+        compiled = train_step.lower(
+            self.abstract, step.abstract_batch(self.config, self.mesh)
+        ).compile()
         self.reporter.say(f"compiled in {time.monotonic() - start:.1f} s")
         self.reporter.restart_clock()
         self.stopwatch.rate(self.step)

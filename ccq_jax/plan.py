@@ -1,0 +1,309 @@
+"""Compiles the real training step, and says what it takes of each device. Trains nothing.
+
+    python -m ccq_jax.plan --config=configs/ccq_gdn.py:1.3B --topology=v5p:4x4x4 --config.mesh.fsdp=8
+    python -m ccq_jax.plan --config=configs/ccq_gla.py:1.3B --topology=v5e:16x16 --search
+    python -m ccq_jax.plan --config=configs/ccq_gdn.py
+
+With --topology the step is compiled for a TPU pod that need not be here (libtpu: pip install
+'ccq_jax[tpu]'), --slices of them; without, for the devices of this machine. --search finds the
+largest batch, a power of two of sequences a device, and the cheapest remat with which it fits; it
+also chooses mesh.fsdp where that is 1. Fields are set as in train.py. No data is read.
+
+Exits with 0 if the step fits, 1 if it does not, and 2 where there is nothing to compile, with the reason.
+"""
+
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from absl import app, flags
+from jax.sharding import Mesh
+from ml_collections import ConfigDict, config_flags
+
+from ccq_jax import collectives, flops, step, topology
+from ccq_jax.collectives import Traffic
+from ccq_jax.config import resolve, validate
+from ccq_jax.data import required_vocab_size
+from ccq_jax.sharding import make_mesh
+from ccq_jax.topology import Topology
+from kernels import dispatch
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A file under configs/, as FILE[:SIZE].")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "A TPU slice, such as v5p:4x4x4 or v5e:16x16.")
+_SLICES = flags.DEFINE_integer("slices", 1, "TPU slices, joined by the data center's network.")
+_SEARCH = flags.DEFINE_bool("search", False, "Find the largest batch and the cheapest remat.")
+
+REMAT = ("none", "dots", "full")  # the cheapest first
+GIB = 2**30
+# Of float32 parameters, their gradients and two moments, in bytes a parameter.
+STATE_BYTES = 16
+OPERATORS = {"gla": "gated_linear_attention", "gated_deltanet": "gated_delta_rule"}
+
+
+class Refused(ValueError):
+    """There is nothing to compile; the message says why, and what would be right."""
+
+
+class Plan(NamedTuple):
+    """What one step takes of one device, in bytes."""
+
+    parameters: int
+    optimizer: int
+    activations: int  # all that is neither, at the peak: gradients, batch, what a backward keeps
+    peak: int
+    limit: float
+    traffic: list[Traffic]
+    seconds: float  # to compile
+    fits: bool
+
+
+class Target(NamedTuple):
+    """Where the step is to run."""
+
+    devices: list[jax.Device]
+    limit: float  # memory of a device, in bytes
+    topology: Topology | None
+
+
+def main(argv: list[str]) -> int:
+    """Plans as the flags say; returns the exit status."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}: fields are set as --config.NAME=VALUE")
+    try:
+        target = find_target(_TOPOLOGY.value, _SLICES.value)
+        config = prepare(_CONFIG.value)
+        if _SEARCH.value:
+            config, plan = search(config, target, lambda line: print(line, flush=True))
+        else:
+            check_sizes(config, target)
+            plan = make_plan(config, target)
+    except (Refused, RuntimeError) as error:
+        print(f"ccq_jax.plan: {error}", file=sys.stderr)
+        return 2
+    print(report(config, target, plan))
+    if _SEARCH.value:
+        print(f"flags        {' '.join(as_flags(config))}")
+    return 0 if plan.fits else 1
+
+
+def find_target(name: str | None, slices: int = 1) -> Target:
+    """The devices of a topology, or those of this machine.
+
+    Raises:
+      Refused: a topology that does not exist.
+    """
+    if name is None:
+        devices = jax.devices()
+        return Target(devices, _memory(devices[0]), None)
+    try:
+        found = topology.parse(name, slices)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    return Target(topology.devices(found), topology.HBM[found.generation], found)
+
+
+def _memory(device: jax.Device) -> float:
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / jax.local_device_count()
+
+
+def prepare(config: ConfigDict) -> ConfigDict:
+    """The resolved configuration. Its data need not be there, but its tokenizer sets the vocabulary."""
+    config = ConfigDict(config.to_dict())
+    if config.data.source.endswith(":"):
+        config.data.source = "stdlib"
+    try:
+        validate(config)
+        return resolve(config, required_vocab_size(config))
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def check_sizes(config: ConfigDict, target: Target) -> None:
+    """Raises Refused where mesh or batch do not divide, with the nearest topology where they do."""
+    batch, accumulation = config.train.batch_size, config.train.accumulation
+    data, fsdp = config.mesh.data, config.mesh.fsdp
+    known = math.prod(n for n in (data, fsdp) if n > 0)
+
+    def mesh_fits(size: int, slices: int = 1) -> bool:
+        if -1 not in (data, fsdp):
+            return size == known and (size // fsdp) % slices == 0
+        copies = data if fsdp == -1 else size // fsdp
+        return size % known == 0 and copies % slices == 0
+
+    def suits(found: Topology) -> bool:
+        return mesh_fits(found.size, found.slices) and batch % (found.size * accumulation) == 0
+
+    size = len(target.devices)
+    slices = target.topology.slices if target.topology else 1
+    problems = []
+    if not mesh_fits(size, slices):
+        problems.append(f"mesh.data={data} and mesh.fsdp={fsdp} do not divide {size} devices")
+    if batch % (size * accumulation):
+        problems.append(
+            f"train.batch_size is {batch}: it must be a multiple of {size} devices x "
+            f"train.accumulation {accumulation} = {size * accumulation}"
+        )
+    if problems and target.topology:
+        near = topology.nearest(target.topology, suits)
+        problems.append(f"the nearest topology that divides is {near}" if near else "none divides")
+    if problems:
+        raise Refused("; ".join(problems))
+
+
+def make_plan(config: ConfigDict, target: Target) -> Plan:
+    """Compiles the step of `config` for the target; raises Refused for a mesh that is impossible."""
+    try:
+        mesh = make_mesh(**config.mesh, devices=target.devices)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    graphdef, abstract = step.abstract_state(config, mesh)
+    parameters, optimizer = (_local_bytes(abstract[x]) for x in ("params", "opt_state"))
+    start = time.monotonic()
+    with jax.set_mesh(mesh), topology.no_compilation_cache():
+        train_step: Any = step.make_train_step(graphdef, config, abstract, mesh)
+        lowered = train_step.lower(abstract, step.abstract_batch(config, mesh))
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            peak = _asked_for(str(error))
+            if peak is None:
+                raise
+            seconds = time.monotonic() - start
+            rest = peak - parameters - optimizer
+            return Plan(parameters, optimizer, rest, peak, target.limit, [], seconds, False)
+    seconds = time.monotonic() - start
+    memory = compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    peak = max(held + memory.temp_size_in_bytes, memory.peak_memory_in_bytes)
+    traffic = collectives.traffic(compiled.as_text())
+    rest = peak - parameters - optimizer
+    fits = peak <= target.limit
+    return Plan(parameters, optimizer, rest, peak, target.limit, traffic, seconds, fits)
+
+
+def _local_bytes(tree: Any) -> int:
+    """Of one device's parts of arrays."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+def _asked_for(message: str) -> int | None:
+    """Bytes that a program asked for, of the compiler's message that it does not fit; None of others."""
+    found = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", message)
+    if found is None:
+        return None
+    return int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))
+
+
+def search(
+    config: ConfigDict, target: Target, say: Callable[[str], None]
+) -> tuple[ConfigDict, Plan]:
+    """The largest batch that fits, with the cheapest remat that holds it, and its plan.
+
+    Sequences a device are doubled until they do not fit, and go on with the next remat. Where one does
+    not fit either, the last plan tried comes back.
+    """
+    config = ConfigDict(config.to_dict())
+    if config.mesh.fsdp == 1:
+        config.mesh.fsdp = _smallest_fsdp(config, target)
+    rows = 1
+    best: tuple[ConfigDict, Plan] | None = None
+    for remat in REMAT:
+        while True:
+            config.model.remat = remat
+            config.train.batch_size = rows * len(target.devices) * config.train.accumulation
+            plan = make_plan(config, target)
+            tried = ConfigDict(config.to_dict()), plan
+            fits = "fits" if plan.fits else "does not fit"
+            say(
+                f"tried        batch {config.train.batch_size} ({rows} a device), remat {remat}: "
+                f"{plan.peak / GIB:.2f} of {plan.limit / GIB:.2f} GiB, {fits}"
+            )
+            if not plan.fits:
+                break
+            best, rows = tried, 2 * rows
+    return best or tried
+
+
+def _smallest_fsdp(config: ConfigDict, target: Target) -> int:
+    """Devices that share the state, so that it takes at most a third of the memory of each."""
+    mesh = make_mesh(devices=target.devices)
+    _, abstract = step.abstract_state(config, mesh)
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract["params"]))
+    part = len(target.devices) // (target.topology.slices if target.topology else 1)
+    enough = (n for n in range(1, part + 1) if part % n == 0)
+    return next((n for n in enough if STATE_BYTES * count / n <= target.limit / 3), part)
+
+
+def as_flags(config: ConfigDict) -> list[str]:
+    """What to give to train.py for the configuration that was found."""
+    return [
+        f"--config.train.batch_size={config.train.batch_size}",
+        f"--config.model.remat={config.model.remat}",
+        f"--config.mesh.data={config.mesh.data}",
+        f"--config.mesh.fsdp={config.mesh.fsdp}",
+    ]
+
+
+def report(config: ConfigDict, target: Target, plan: Plan) -> str:
+    """The plan in words."""
+    mesh = make_mesh(**config.mesh, devices=target.devices)
+    train, kind = config.train, target.devices[0].device_kind
+    per_token = flops.train_flops_per_token(config.model, train.seq_len)
+    rows = train.batch_size // mesh.size
+    where = f"{target.topology}, " if target.topology else ""
+    ccq = " with CCQ" if config.model.ccq.enabled else ""
+    memory = ", ".join(
+        f"{name} {size / GIB:.2f}"
+        for name, size in (
+            ("parameters", plan.parameters),
+            ("optimizer", plan.optimizer),
+            ("activations", plan.activations),
+        )
+    )
+    verdict = "it fits" if plan.fits else "it does NOT fit"
+    lines = [
+        f"devices      {where}{mesh.size} x {kind}: data={mesh.shape['data']}, fsdp={mesh.shape['fsdp']}",
+        f"model        {config.model.mixer}{ccq}, {_implementation(config, mesh)} operators",
+        f"step         {train.batch_size} x {train.seq_len} tokens ({rows} sequences a device), "
+        f"remat {config.model.remat}, accumulation {train.accumulation}",
+        f"memory       GiB a device: {memory}",
+        f"peak         {plan.peak / GIB:.2f} of {plan.limit / GIB:.2f} GiB: {verdict}",
+        f"compute      {per_token / 1e9:.3g} GFLOPs a token{_shortest_step(config, mesh, per_token)}",
+        *(
+            f"moves        {x.kind}: {x.bytes / GIB:.3f} GiB in {x.count} calls"
+            for x in plan.traffic
+        ),
+        f"compiled in  {plan.seconds:.1f} s",
+    ]
+    return "\n".join(lines)
+
+
+def _implementation(config: ConfigDict, mesh: Mesh) -> str:
+    if config.model.implementation != "auto" or config.model.mixer not in OPERATORS:
+        return config.model.implementation
+    with jax.set_mesh(mesh):
+        module = dispatch.select(OPERATORS[config.model.mixer], None)
+    return module.__name__.rpartition(".")[2]
+
+
+def _shortest_step(config: ConfigDict, mesh: Mesh, per_token: float) -> str:
+    peak = flops.peak_flops(mesh.devices.flat[0].device_kind)
+    if peak is None:
+        return ""
+    tokens = config.train.batch_size * config.train.seq_len
+    return f"; a step takes {per_token * tokens / mesh.size / peak:.3g} s or more"
+
+
+if __name__ == "__main__":
+    flags.mark_flag_as_required("config")
+    app.run(main)
