@@ -8,12 +8,14 @@ An implementation is a module `kernels.<operator>.<name>` with
 
 or, where JAX differentiates it, `differentiable = True` and `forward(*inputs, **static) -> (out, state)`.
 `inputs` is the operator's tuple of arrays, in which an absent one is None; `static` holds Python values.
+A module that lists names in HINTS also gets what the operator knows about its inputs under these names.
 """
 
 import functools
 import importlib
 import importlib.util
 import warnings
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +31,13 @@ DECODE_PREFERENCE = {"gpu": ("triton",)}
 Static = tuple[tuple[str, Any], ...]
 
 
-def call(operator: str, implementation: str | None, inputs: tuple[Any, ...], **static: Any) -> Any:
+def call(
+    operator: str,
+    implementation: str | None,
+    inputs: tuple[Any, ...],
+    hints: Mapping[str, Any] | None = None,
+    **static: Any,
+) -> Any:
     """Runs the operator on validated inputs and returns (out, state), differentiable in every array.
 
     Raises:
@@ -37,6 +45,8 @@ def call(operator: str, implementation: str | None, inputs: tuple[Any, ...], **s
       RuntimeError: a named implementation that cannot run here, with the reason.
     """
     module = select(operator, implementation, length=inputs[0].shape[1])
+    wanted = getattr(module, "HINTS", ())
+    static |= {name: hint for name, hint in (hints or {}).items() if name in wanted}
     inputs = _match_varying_axes(inputs)
     if getattr(module, "differentiable", False):
         return module.forward(*inputs, **static)

@@ -3,15 +3,24 @@
 import triton
 import triton.language as tl
 
+# exp of anything below is zero in float32, so that such a decay is a reset.
+FORGET = tl.constexpr(-104.0)
+
 
 @triton.jit
-def load_tile(pointer, rows, limit, stride, columns, width: tl.constexpr, even: tl.constexpr):
-    """Elements [rows, columns] of a matrix that starts at `pointer`; zeros from row `limit` on."""
+def load_rows(pointer, rows, live, stride, columns, width: tl.constexpr, even: tl.constexpr):
+    """Elements [rows, columns] of a matrix that starts at `pointer`; zeros where not `live`."""
     at = pointer + (rows[:, None] * stride + columns[None, :])
-    mask = (rows < limit)[:, None]
+    mask = live[:, None]
     if not even:
         mask = mask & (columns < width)[None, :]
     return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_tile(pointer, rows, limit, stride, columns, width: tl.constexpr, even: tl.constexpr):
+    """As `load_rows`, with zeros from row `limit` on."""
+    return load_rows(pointer, rows, rows < limit, stride, columns, width, even)
 
 
 @triton.jit
@@ -45,6 +54,22 @@ def cumulative_decay(pointer, rows, limit, H: tl.constexpr):
     g = tl.where(reset, 0.0, g)
     coarse = tl.floor(g * 1024.0) / 1024.0
     return tl.cumsum(coarse, 0), tl.cumsum(g - coarse, 0), tl.cumsum(reset.to(tl.int32), 0), reset
+
+
+@triton.jit
+def count_resets(pointer, at, rows, first, limit, H: tl.constexpr):
+    """Log decays of -inf up to each token of a chunk, up to the consecutive `rows` from `first` on,
+    and in the whole chunk."""
+    flags_at = _resets(pointer, at, limit, H)
+    before = tl.sum(tl.where(at < first, flags_at, 0), 0)
+    in_rows = tl.cumsum(_resets(pointer, rows, limit, H), 0)
+    return tl.cumsum(flags_at, 0), before + in_rows, tl.sum(flags_at, 0)
+
+
+@triton.jit
+def _resets(pointer, rows, limit, H: tl.constexpr):
+    g = tl.load(pointer + rows * H, mask=rows < limit, other=0.0).to(tl.float32)
+    return (g == float("-inf")).to(tl.int32)
 
 
 @triton.jit

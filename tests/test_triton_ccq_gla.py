@@ -43,12 +43,12 @@ def test_named_on_a_cpu_says_that_it_needs_a_gpu(operator):
 def tiles(monkeypatch):
     """Block sizes of one kernel, as a device with the given table would choose them."""
 
-    def choose(operator, kernel, width, *, table=None, dtype=jnp.bfloat16, chunk=128, decay=False):
+    def choose(operator, kernel, width, *, table=None, dtype=jnp.bfloat16, chunk=128, mode="all"):
         monkeypatch.setattr(triton_util, "device_kind", lambda: H200)
         monkeypatch.setattr(triton_util, "tuned_table", lambda: {H200: table or {}})
         module = importlib.import_module(f"kernels.{operator}.triton")
         x = jnp.zeros((1, 1, 1, width), dtype)
-        arguments = (x, chunk, decay) if operator == "ccq_query" else (x, x)
+        arguments = (x, chunk, mode) if operator == "ccq_query" else (x, x)
         return module._tiles(kernel, *arguments)
 
     return choose
@@ -58,13 +58,13 @@ def tiles(monkeypatch):
 @pytest.mark.parametrize("kernel", ["states", "read", "adjoint", "keys"])
 def test_ccq_tiles_fit_the_chunk_and_are_wide_enough(tiles, kernel, width):
     for chunk in (64, 128):
-        for decay in (False, True):
-            config = tiles("ccq_query", kernel, width, chunk=chunk, decay=decay)
+        for mode in ("all", "resets", "decay"):
+            config = tiles("ccq_query", kernel, width, chunk=chunk, mode=mode)
             assert min(size for name, size in config.items() if name.startswith("B")) >= 64
             rows = config.get("S") or config["R"]
             assert chunk % rows == 0
-            if decay and "R" in config:
-                assert rows == chunk, "with decays a program takes a whole chunk"
+            if (mode, kernel) in (("decay", "read"), ("decay", "keys"), ("resets", "states")):
+                assert rows == chunk, "it is a whole chunk that decays or is reset"
 
 
 @pytest.mark.parametrize("kernel", ["carry", "scores", "mix", "gradients"])
@@ -124,6 +124,25 @@ def test_every_kernel_lowers_for_cuda(operator, name, dtype, decay):
 
 
 @lowers
+@pytest.mark.parametrize("name, dtype", [("k64", "bfloat16"), ("tail", "float32")])
+def test_segments_alone_lower_for_cuda(name, dtype):
+    inputs = arguments("ccq_query", name, dtype)
+    with jax.sharding.use_abstract_mesh(abstract_mesh()):
+        lowered = jax.jit(both_ways("ccq_query", equal_weights=True)).trace(*inputs)
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("triton_kernel_call") == 5
+
+
+@lowers
+def test_poisoned_outputs_are_full_of_nan_when_a_kernel_starts():
+    inputs = arguments("gated_linear_attention", "k64", "bfloat16")
+    with jax.sharding.use_abstract_mesh(abstract_mesh()), triton_util.poisoned_outputs():
+        lowered = jax.jit(both_ways("gated_linear_attention")).trace(*inputs)
+        text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("output_operand_alias") >= 6
+
+
+@lowers
 def test_one_decay_a_head_lowers_for_cuda():
     inputs = arguments("gated_linear_attention", "k64", "bfloat16", "mild per head")
     with jax.sharding.use_abstract_mesh(abstract_mesh()):
@@ -145,6 +164,8 @@ def test_lowers_inside_shard_map(operator):
 
 CASES = [
     ("k64", "bfloat16", {"decay": "mixed", "segments": True}),
+    ("k64", "bfloat16", {"decay": "none", "segments": True}),
+    ("k256", "bfloat16", {"decay": "none", "segments": True, "keys": "crowded"}),
     ("k96", "bfloat16", {"decay": "strong"}),
     ("k128", "bfloat16", {"decay": "none", "keys": "crowded"}),
     ("k192", "bfloat16", {"decay": "mild"}),

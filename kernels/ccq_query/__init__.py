@@ -56,6 +56,7 @@ def ccq_query(
     validation.check_chunk_size(NAME, chunk_size)
     if not isinstance(centered, bool):
         raise TypeError(f"{NAME}: centered is {centered!r}; expected True or False")
+    equal_weights = log_decay is None
     if segment_ids is not None:
         validation.check_segments(NAME, sizes, segment_ids)
         if log_decay is None:
@@ -65,7 +66,12 @@ def ccq_query(
     initial_state = _checked_state(initial_state, sizes)
     inputs = (*dispatch.promote(q, k), lam, log_decay, initial_state)
     out, state = dispatch.call(
-        NAME, implementation, inputs, centered=centered, chunk_size=chunk_size
+        NAME,
+        implementation,
+        inputs,
+        {"equal_weights": equal_weights},
+        centered=centered,
+        chunk_size=chunk_size,
     )
     return out.astype(q.dtype), state
 

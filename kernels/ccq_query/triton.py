@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kernels import triton_util
+from kernels.ccq_query import xla
 from kernels.ccq_query.state import CCQState
 
 unavailable = triton_util.unavailable
+HINTS = ("equal_weights",)  # log_decay, where it is given, holds 0 and -inf only
 
 # Rows of 16-bit tiles: narrower ones are miscompiled, see `triton_kernels`.
 NARROWEST = 64
@@ -31,6 +33,7 @@ class Residuals(NamedTuple):
     k: Float[Array, "B T H K"]
     lam: Float[Array, "B T H"]
     log_decay: Float[Array, "B T H"] | None
+    initial_state: CCQState
     counts: Float[Array, "B H N"]
     means: Float[Array, "B H N K"]
     states: Float[Array, "B H N K K"]
@@ -47,22 +50,23 @@ def forward(
     initial_state: CCQState,
     *,
     centered: bool,
+    equal_weights: bool = False,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T H K"], CCQState, Residuals]:
     """Cleaned queries and final statistics; see `kernels.ccq_query`."""
     from kernels.ccq_query import triton_kernels
 
     batch, length, heads, width = q.shape
-    chunk, chunks = _chunks(q, log_decay, chunk_size)
-    static = {"H": heads, "K": width, "C": chunk}
-    static |= {"HAS_DECAY": log_decay is not None, "CENTERED": centered}
+    mode = _mode(q, log_decay, equal_weights)
+    chunk, chunks = _chunks(q, mode, chunk_size)
+    static = {"H": heads, "K": width, "C": chunk, "CENTERED": centered}
+    static |= {"HAS_DECAY": mode == "decay", "RESETS": mode == "resets"}
     decay = lam if log_decay is None else log_decay  # not read without decay
 
-    config = _tiles("states", q, chunk, log_decay is not None)
-    tiles = -(-width // config["BI"]) * -(-width // config["BJ"])
+    config = _tiles("states", q, chunk, mode)
     counts, means, states, *final = triton_util.call(
         triton_kernels.states_kernel,
-        *(k, decay, *initial_state, length),
+        *(k, decay, _last_resets(log_decay, chunk, mode), *initial_state, length),
         out=(
             f32((batch, heads, chunks + 1)),
             f32((batch, heads, chunks + 1, width)),
@@ -70,11 +74,11 @@ def forward(
             f32((batch, heads, width)),
             f32((batch, heads, width, width)),
         ),
-        grid=(tiles * batch * heads,),
+        grid=(_triangle(width, config["BT"]) * batch * heads,),
         **static,
         **config,
     )
-    config = _tiles("read", q, chunk, log_decay is not None)
+    config = _tiles("read", q, chunk, mode)
     scalar, unused = f32((batch, length, heads)), f32((1,))
     out, p, mean_q, n, *_ = triton_util.call(
         triton_kernels.read_kernel,
@@ -86,7 +90,7 @@ def forward(
         **config,
     )
     state = CCQState(counts[..., -1], *final)
-    inputs = (q, k, lam, log_decay)
+    inputs = (q, k, lam, log_decay, initial_state)
     return out, state, Residuals(*inputs, counts, means, states, n, p, mean_q)
 
 
@@ -96,21 +100,23 @@ def backward(
     d_state: CCQState,
     *,
     centered: bool,
+    equal_weights: bool = False,
     chunk_size: int | None = None,
 ) -> tuple[Any, ...]:
     """Gradients of q, k, lam, log_decay and initial_state."""
     from kernels.ccq_query import triton_gradients, triton_kernels
 
-    q, k, lam, log_decay, counts, means, states, n, p, mean_q = residuals
+    q, k, lam, log_decay, _, counts, means, states, n, p, mean_q = residuals
     batch, length, heads, width = q.shape
-    has_decay = log_decay is not None
-    chunk, chunks = _chunks(q, log_decay, chunk_size)
-    static = {"H": heads, "K": width, "C": chunk, "HAS_DECAY": has_decay, "CENTERED": centered}
+    mode = _mode(q, log_decay, equal_weights)
+    chunk, chunks = _chunks(q, mode, chunk_size)
+    static = {"H": heads, "K": width, "C": chunk, "CENTERED": centered}
+    static |= {"HAS_DECAY": mode == "decay", "RESETS": mode == "resets"}
     decay = lam if log_decay is None else log_decay
     scalar, unused = f32((batch, length, heads)), f32((1,))
     d_out = d_out.astype(q.dtype)
 
-    config = _tiles("read", q, chunk, has_decay)
+    config = _tiles("read", q, chunk, mode)
     blocks = chunk // config["R"]
     terms = batch, heads, chunks, blocks
     d_q, p_g, mean_g, _, d_lam, past, shares, h_terms, kappa_terms = triton_util.call(
@@ -125,13 +131,15 @@ def backward(
         **static,
         **config,
     )
-    config = _tiles("adjoint", q, chunk, has_decay)
-    parts = -(-width // config["BJ"])
-    tiles = -(-width // config["BI"]) * parts
+    config = _tiles("adjoint", q, chunk, mode)
+    parts, tiles = -(-width // config["BT"]), _triangle(width, config["BT"])
+    last_resets = _last_resets(log_decay, chunk, mode)
     polynomial = _polynomial(d_state, means[:, :, -1] if centered else None)
     kappas, hs, slopes, fs, crossings = triton_util.call(
         triton_gradients.adjoint_kernel,
-        *(shares, d_out, decay, h_terms, kappa_terms, counts, means, states, *polynomial, length),
+        *(shares, d_out, decay, last_resets, h_terms, kappa_terms, counts, means, states),
+        *polynomial,
+        length,
         out=(
             f32((batch, heads, chunks, tiles)),
             f32((batch, heads, chunks, parts, width)),
@@ -144,7 +152,7 @@ def backward(
         **static,
         **config,
     )
-    config = _tiles("keys", q, chunk, has_decay)
+    config = _tiles("keys", q, chunk, mode)
     d_k, d_log_decay = triton_util.call(
         triton_gradients.keys_kernel,
         *(q, k, d_out, lam, decay, n, p, p_g, mean_q, mean_g, past, counts, means),
@@ -156,11 +164,15 @@ def backward(
         **static,
         **config,
     )
-    d_initial = _initial_gradient(residuals, d_out, d_state, mean_g, d_lam)
+    d_initial = _initial_gradient(residuals, d_out, d_state, mean_g, centered)
     d_lam = d_lam.astype(lam.dtype)
     if log_decay is None:
-        return d_q, d_k, d_lam, None, d_initial
-    return d_q, d_k, d_lam, d_log_decay.astype(log_decay.dtype), d_initial
+        d_log_decay = None
+    elif mode == "decay":
+        d_log_decay = d_log_decay.astype(log_decay.dtype)
+    else:  # of a constant
+        d_log_decay = jnp.zeros_like(log_decay)
+    return d_q, d_k, d_lam, d_log_decay, d_initial
 
 
 def f32(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -171,17 +183,41 @@ def like(x: Array, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype)
 
 
-def _chunks(q: Array, log_decay: Array | None, chunk_size: int | None) -> tuple[int, int]:
+def _mode(q: Array, log_decay: Array | None, equal_weights: bool) -> str:
+    """How tokens are weighted: by "decay", or equally since the last of "resets", or of "all"."""
+    if log_decay is None:
+        return "all"
+    return "resets" if equal_weights and q.dtype != jnp.float32 else "decay"
+
+
+def _chunks(q: Array, mode: str, chunk_size: int | None) -> tuple[int, int]:
     """Tokens a chunk, and chunks. Longer ones write fewer states, and take more work inside."""
     if q.dtype == jnp.float32:
         chunk = min(chunk_size or 64, 64)
     else:
-        default = 128 if log_decay is None and q.shape[-1] > 128 else 64
+        default = 128 if mode != "decay" and q.shape[-1] > 128 else 64
         chunk = min(max(chunk_size or default, NARROWEST), 128)
     return chunk, -(-q.shape[1] // chunk)
 
 
-def _tiles(kernel: str, q: Array, chunk: int, has_decay: bool) -> dict[str, int]:
+def _triangle(width: int, tile: int) -> int:
+    """Tiles of a symmetric matrix on and above its diagonal."""
+    n = -(-width // tile)
+    return n * (n + 1) // 2
+
+
+def _last_resets(log_decay: Array | None, chunk: int, mode: str) -> Int[Array, "B H N"]:
+    """The place of each chunk's last reset in it, or -1; for "resets" alone."""
+    if mode != "resets" or log_decay is None:
+        return jnp.zeros(1, jnp.int32)
+    batch, length, heads = log_decay.shape
+    padding = (0, 0), (0, -length % chunk), (0, 0)
+    resets = jnp.pad(jnp.isneginf(log_decay), padding).reshape(batch, -1, chunk, heads)
+    places = jnp.where(resets, jnp.arange(chunk, dtype=jnp.int32)[:, None], -1)
+    return places.max(2).swapaxes(1, 2)
+
+
+def _tiles(kernel: str, q: Array, chunk: int, mode: str) -> dict[str, int]:
     """Block sizes. With decays a program takes a whole chunk."""
     width = q.shape[-1]
     full = q.dtype == jnp.float32
@@ -189,27 +225,28 @@ def _tiles(kernel: str, q: Array, chunk: int, has_decay: bool) -> dict[str, int]
     widest = max(narrowest, 1 << (width - 1).bit_length())
     sequential = kernel in ("states", "adjoint")
 
-    def candidate(a: int, b: int, rows: int, num_warps: int, num_stages: int) -> dict[str, int]:
-        a, b, rows = min(a, widest), min(b, widest), min(rows, chunk)
-        sizes = {"BI": a, "BJ": b, "S": rows} if sequential else {"BK": a, "BN": b, "R": rows}
+    def candidate(tile: int, rows: int, num_warps: int, num_stages: int) -> dict[str, int]:
+        tile, rows = min(tile, widest), min(rows, chunk)
+        sizes = {"BT": tile, "S": rows} if sequential else {"BK": tile, "BN": narrow, "R": rows}
         return sizes | {"num_warps": num_warps, "num_stages": num_stages}
 
+    narrow = min(32 if full else 64, widest)
     if full:
-        candidates = [candidate(32, 32, 32 if sequential else 64, 4, 1)]
+        candidates = [candidate(32, 32 if sequential else 64, 4, 1)]
     elif kernel == "states":
-        candidates = [candidate(128, 128, 128, 8, 2), candidate(64, 64, 64, 4, 2)]
+        candidates = [candidate(64, 128, 4, 2)]
     elif kernel == "adjoint":
-        candidates = [candidate(128, 64, 32, 4, 4), candidate(64, 64, 32, 4, 3)]
+        candidates = [candidate(64, 32, 4, 4), candidate(64, 32, 4, 2)]
     else:
         # As much as stays in shared memory.
         whole = widest if widest <= (256 if kernel == "read" else 128) else 64
-        candidates = [candidate(whole, 64, 64, 4, 2), candidate(64, 64, 64, 4, 2)]
+        candidates = [candidate(whole, 64, 4, 2), candidate(64, 64, 4, 2)]
 
     def shared(config: Mapping[str, int]) -> int:
         stages = config["num_stages"]
         if sequential:
             operands = 1 if kernel == "states" else 2
-            elements = stages * operands * config["S"] * (config["BI"] + config["BJ"])
+            elements = stages * operands * config["S"] * 2 * config["BT"]
         else:
             a, b, rows = config["BK"], config["BN"], config["R"]
             kept = a if a >= width else 0
@@ -217,15 +254,15 @@ def _tiles(kernel: str, q: Array, chunk: int, has_decay: bool) -> dict[str, int]
             elements = max(rows * kept + stages * (a + 2 * chunk) * b, (rows + chunk) * kept, tiles)
         return q.dtype.itemsize * elements
 
-    shape = triton_util.bucket(q.dtype, width) + (" decay" if has_decay else "")
+    shape = triton_util.bucket(q.dtype, width) + (" decay" if mode == "decay" else "")
     chosen = triton_util.choose(f"ccq_query.{kernel}", shape, candidates, shared)
     limits = {name: max(size, narrowest) for name, size in chosen.items() if name.startswith("B")}
     if kernel == "adjoint":
         limits["S"] = min(chosen["S"], chunk)
     elif kernel == "states":
-        limits["S"] = min(max(chosen["S"], narrowest), chunk)
+        limits["S"] = chunk if mode == "resets" else min(max(chosen["S"], narrowest), chunk)
     else:
-        limits["R"] = chunk if has_decay else min(max(chosen["R"], narrowest), chunk)
+        limits["R"] = chunk if mode == "decay" else min(max(chosen["R"], narrowest), chunk)
     return chosen | limits
 
 
@@ -244,22 +281,32 @@ def _initial_gradient(
     d_out: Float[Array, "B T H K"],
     d_state: CCQState,
     mean_g: Float[Array, "B T H"],
-    d_lam: Float[Array, "B T H"],
+    centered: bool,
 ) -> CCQState:
-    """Gradient of the initial state, from its definition; unused, it is not compiled."""
-    share = -residuals.lam.astype(jnp.float32) / residuals.n
-    if residuals.log_decay is not None:
-        total = jnp.cumsum(residuals.log_decay.astype(jnp.float32), 1)
-        share = share * jnp.exp(total)
-        d_state = CCQState(*(_scale(x, jnp.exp(total[:, -1])) for x in d_state))
-    q, g = residuals.q.astype(jnp.float32), d_out.astype(jnp.float32)
-    mean_q = residuals.mean_q
-    d_count = d_state.count + jnp.sum(share * (mean_q * mean_g + d_lam), 1)
-    d_sum = d_state.key_sum - einsum("bth,bthk->bhk", share * mean_q, g)
-    d_sum = d_sum - einsum("bth,bthk->bhk", share * mean_g, q)
-    d_outer = d_state.key_outer + einsum("bthi,bthj->bhij", share[..., None] * g, q)
-    return CCQState(d_count, d_sum, d_outer)
+    """Gradient of the initial state, from its definition; unused, it is not compiled.
 
+    Row by row, so that a row's bits do not depend on the others. The count's gradient nearly
+    cancels: it reads the covariance again, in float32.
+    """
+    r = residuals
+    rows = (r.q, r.k, r.lam, r.log_decay, r.initial_state, r.n, r.mean_q, mean_g, d_out, d_state)
 
-def _scale(x: Array, by: Float[Array, "B H"]) -> Array:
-    return x * by.reshape(by.shape + (1,) * (x.ndim - by.ndim))
+    def of_row(row: Any) -> CCQState:
+        q, k, lam, log_decay, initial, n, mean_q, mean_g, g, d_state = row
+        one = jax.tree.map(lambda x: x[None], (jnp.ones_like(lam), log_decay, initial))
+        q, k, g = (x.astype(jnp.float32) for x in (q, k, g))
+        clean = xla.forward(q[None], k[None], *one, centered=centered, chunk_size=None)[0][0]
+        product = jnp.sum(g * (q - clean), -1)  # g . Sigma q
+        share = -lam.astype(jnp.float32) / n
+        if log_decay is not None:
+            total = jnp.cumsum(log_decay.astype(jnp.float32), 0)
+            share = share * jnp.exp(total)
+            left = jnp.exp(total[-1])
+            d_state = CCQState(*(x * left.reshape(-1, *[1] * (x.ndim - 1)) for x in d_state))
+        d_count = d_state.count + jnp.sum(share * (mean_q * mean_g - product), 0)
+        d_sum = d_state.key_sum - einsum("th,thk->hk", share * mean_q, g)
+        d_sum = d_sum - einsum("th,thk->hk", share * mean_g, q)
+        d_outer = d_state.key_outer + einsum("thi,thj->hij", share[..., None] * g, q)
+        return CCQState(d_count, d_sum, d_outer)
+
+    return jax.lax.map(of_row, rows)

@@ -29,8 +29,10 @@ import triton
 import triton.language as tl
 
 from kernels.triton_blocks import (
+    count_resets,
     cumulative_decay,
     dot,
+    load_rows,
     load_tile,
     load_vector,
     store_tile,
@@ -68,32 +70,50 @@ def column_sums(x):
 
 
 @triton.jit
+def triangle(tile, N: tl.constexpr):
+    """Row and column of a tile of the upper triangle of N x N tiles, counted by rows."""
+    row = 0
+    for i in tl.static_range(1, N):
+        row += (tile >= i * N - i * (i - 1) // 2).to(tl.int32)
+    return row, tile - (row * N - row * (row - 1) // 2) + row
+
+
+@triton.jit
+def store_symmetric(pointer, x, i, j, off_diagonal, width: tl.constexpr, even: tl.constexpr):
+    """A tile of a symmetric matrix and, off the diagonal, its mirror image."""
+    store_tile(pointer, x, i, width, width, j, width, even)
+    if off_diagonal:
+        store_tile(pointer, tl.trans(x), j, width, width, i, width, even)
+
+
+@triton.jit
 def states_kernel(
-    k, log_decay, count, key_sum, key_outer, length,
+    k, log_decay, resets, count, key_sum, key_outer, length,
     counts, means, states, final_sum, final_outer,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
-    BI: tl.constexpr, BJ: tl.constexpr, HAS_DECAY: tl.constexpr, CENTERED: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BT: tl.constexpr,
+    HAS_DECAY: tl.constexpr, RESETS: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     """One tile of Sigma over a whole sequence, S tokens a step; writes it at every chunk's start.
 
     The initial and final states are raw sums. No tokens have no mean: the first key stands for it.
+    RESETS: S is C, and `resets` [B, H, N] has the place of each chunk's last reset, or -1.
     """
-    tiles_j: tl.constexpr = (K + BJ - 1) // BJ
-    tiles: tl.constexpr = (K + BI - 1) // BI * tiles_j
-    even_i: tl.constexpr = K % BI == 0
-    even_j: tl.constexpr = K % BJ == 0
+    tiles_n: tl.constexpr = (K + BT - 1) // BT
+    tiles: tl.constexpr = tiles_n * (tiles_n + 1) // 2
+    even: tl.constexpr = K % BT == 0
     steps: tl.constexpr = C // S
     stride: tl.constexpr = H * K
     sequence = (tl.program_id(0) // tiles).to(tl.int64)
-    tile_i = tl.program_id(0) % tiles // tiles_j
-    tile_j = tl.program_id(0) % tiles_j
+    tile_i, tile_j = triangle(tl.program_id(0) % tiles, tiles_n)
+    off_diagonal = tile_i != tile_j
     batch, head = sequence // H, sequence % H
     chunks = (length + C - 1) // C
     at = tl.arange(0, S)
-    i = tile_i * BI + tl.arange(0, BI)
-    j = tile_j * BJ + tl.arange(0, BJ)
+    i = tile_i * BT + tl.arange(0, BT)
+    j = tile_j * BT + tl.arange(0, BT)
     k += batch * length * stride + head * K
     log_decay += batch * length * H + head
+    resets += sequence * chunks
     counts += sequence * (chunks + 1)
     means += sequence * (chunks + 1) * K
     states += sequence * (chunks + 1) * K * K
@@ -108,13 +128,13 @@ def states_kernel(
     sum_j = load_vector(key_sum + sequence * K, j, K) * inverse
     mean_i = tl.where(seen, sum_i, load_vector(k, i, K))
     mean_j = tl.where(seen, sum_j, load_vector(k, j, K))
-    state = load_tile(key_outer + sequence * K * K, i, K, K, j, K, even_j) * inverse
+    state = load_tile(key_outer + sequence * K * K, i, K, K, j, K, even) * inverse
     if CENTERED:
         state -= sum_i[:, None] * sum_j[None, :]
     for step in range(0, chunks * steps):
         if step % steps == 0:
-            store_tile(states, state, i, K, K, j, K, even_j)
-            if tile_j == 0:
+            store_symmetric(states, state.to(dtype), i, j, off_diagonal, K, even)
+            if not off_diagonal:
                 tl.store(means + i, mean_i, mask=i < K)
                 if tile_i == 0:
                     tl.store(counts, n)
@@ -122,12 +142,20 @@ def states_kernel(
             means += K
             counts += 1
         left = length - step * S
-        k_i = load_tile(k, at, left, stride, i, K, even_i)
-        k_j = load_tile(k, at, left, stride, j, K, even_j)
+        live = at < left
+        if RESETS:
+            reset = tl.load(resets + step)
+            live = live & (at >= reset)
+        k_i = load_rows(k, at, live, stride, i, K, even)
+        k_j = load_rows(k, at, live, stride, j, K, even)
         k += S * stride
         if RAW:
+            new = tl.minimum(left, S).to(tl.float32)
             old = n
-            n += tl.minimum(tl.maximum(left, 0), S).to(tl.float32)
+            if RESETS:
+                new -= tl.maximum(reset, 0).to(tl.float32)
+                old = tl.where(reset < 0, n, 0.0)
+            n = old + new
             kept = old / n
             factor = 1.0 / n
             outer = dot(tl.trans(k_i), k_j)
@@ -145,10 +173,9 @@ def states_kernel(
         else:
             k_i = k_i.to(tl.float32)
             k_j = k_j.to(tl.float32)
-            live = at < left
             if HAS_DECAY:
-                coarse, fine, resets, _ = cumulative_decay(log_decay, at, left, H)
-                weight, carried = weights_to_end(coarse, fine, resets, at == S - 1)
+                coarse, fine, past_resets, _ = cumulative_decay(log_decay, at, left, H)
+                weight, carried = weights_to_end(coarse, fine, past_resets, at == S - 1)
                 weight = tl.where(live, weight, 0.0)
                 log_decay += S * H
             else:
@@ -171,11 +198,11 @@ def states_kernel(
                 mean_i = kept * mean_i + tl.sum(k_i * weight[:, None], 0)
             k_i = k_i * weight[:, None]
             state = state * kept + dot(tl.trans(k_i.to(dtype)), k_j.to(dtype))
-    store_tile(states, state, i, K, K, j, K, even_j)
+    store_symmetric(states, state.to(dtype), i, j, off_diagonal, K, even)
     if CENTERED:
         state += mean_i[:, None] * mean_j[None, :]
-    store_tile(final_outer + sequence * K * K, n * state, i, K, K, j, K, even_j)
-    if tile_j == 0:
+    store_symmetric(final_outer + sequence * K * K, n * state, i, j, off_diagonal, K, even)
+    if not off_diagonal:
         tl.store(means + i, mean_i, mask=i < K)
         tl.store(final_sum + sequence * K + i, n * mean_i, mask=i < K)
         if tile_i == 0:
@@ -187,9 +214,10 @@ def read_kernel(
     q, k, lam, log_decay, other, other_p, counts, means, states, length,
     out, p, mean_q, count, d_lam, past, shares, h_terms, kappa_terms,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
-    BN: tl.constexpr, HAS_DECAY: tl.constexpr, CENTERED: tl.constexpr, BACKWARD: tl.constexpr,
+    BN: tl.constexpr, HAS_DECAY: tl.constexpr, RESETS: tl.constexpr, CENTERED: tl.constexpr,
+    BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """R tokens of a chunk: q - lam Sigma q, with p, q . mean and n. With decays R is C.
+    """R tokens of a chunk: q - lam Sigma q, with p, q . mean and n. With HAS_DECAY R is C.
 
     BACKWARD: of g, with d_lam = -other . Sigma g, where `other` is q and `other_p` its p, instead
     of n. Also, with a_t as of the chunk's start: a_t q_t, these tokens' terms of h and kappa and,
@@ -249,18 +277,29 @@ def read_kernel(
         n = old + tl.sum(weight, 1)
         n = tl.where(live, n, 1.0)
         weight = weight / n[:, None]
+    elif RESETS:
+        resets_at, resets_rows, _ = count_resets(
+            log_decay + token * H + head, at, rows, block * R, left, H
+        )
+        causal = causal & (resets_rows[:, None] == resets_at[None, :])
+        since = (resets_rows == 0).to(tl.float32)
+        old = since * incoming
+        n = old + tl.sum(causal.to(tl.float32), 1)
+        n = tl.where(live, n, 1.0)
     else:
         old = incoming + tl.zeros([R], tl.float32)
         n = incoming + 1.0 + rows.to(tl.float32)
-        weight = tl.where(causal, (1.0 / n)[:, None], 0.0)
     kept = old / n
+    inverse = 1.0 / n
     if CENTERED:
         scores = scores - shift[:, None]
-        average = tl.sum(weight * scores, 1)
+        shares_of_n = weight * scores if HAS_DECAY else tl.where(causal, scores, 0.0)
+        average = tl.sum(shares_of_n, 1) * (1.0 if HAS_DECAY else inverse)
         scores = scores - average[:, None]
     else:
         average = tl.zeros([R], tl.float32)
-    weights = (weight * scores).to(dtype)
+    weights = weight * scores if HAS_DECAY else tl.where(causal, scores * inverse[:, None], 0.0)
+    weights = weights.to(dtype)
     total = tl.sum(weights.to(tl.float32), 1)
     strength = tl.load(lam + scalar, mask=live, other=0.0).to(tl.float32)
     if BACKWARD:

@@ -33,9 +33,8 @@ import triton
 import triton.language as tl
 
 from kernels.gated_delta_rule.triton_inverse import invert_unit_lower
+from kernels.triton_blocks import FORGET
 
-# exp of anything below is zero in float32, so that such a decay is a reset.
-FORGET = tl.constexpr(-104.0)
 # Sums of multiples of 1/1024 are exact in float32 over a chunk; what is left over is small.
 COARSE = tl.constexpr(1024.0)
 # A write strength of exactly zero would leave its own gradient as zero over zero.
@@ -356,7 +355,7 @@ def gradient_kernel(
     dk_write = tl.zeros((C, BLOCK_K), tl.float32)
     x = tl.zeros((C, C), tl.float32)
     y = tl.zeros((C, C), tl.float32)
-    trace = tl.zeros((16, BLOCK_K), tl.float32)
+    overlap = tl.zeros((BLOCK_K, BLOCK_K), tl.float32)
     for first in range(0, V, BLOCK_V):
         vc = first + tl.arange(0, BLOCK_V)
         in_v = vc < V
@@ -372,9 +371,8 @@ def gradient_kernel(
         dk_write = tl.dot(tl.trans(u_tile), ds, dk_write, input_precision=PRECISION)
         x = tl.dot(do, u_tile, x, input_precision=PRECISION)
         y = tl.dot(dv, u_tile, y, input_precision=PRECISION)
-        # Sums within a thread; across threads once, after the loop.
-        product = s.to(tl.float32) * ds.to(tl.float32)
-        trace += tl.sum(tl.reshape(product, (BLOCK_V // 16, 16, BLOCK_K)), axis=0)
+        # Only its diagonal is needed. Elementwise use of these tiles would be a race, see NOTES.md.
+        overlap = tl.dot(tl.trans(s), ds, overlap, input_precision=PRECISION)
 
     gate = gates + tile * (GATE_ROWS * C)
     coarse = tl.load(gate + COARSE_ROW * C + i)
@@ -389,28 +387,41 @@ def gradient_kernel(
     strength = load_beta(beta + row * HV + hv, HV, i, live)
     lower = i[:, None] >= i[None, :]
     decay = decay_between(coarse, coarse, fine, fine, resets, resets, lower)
-    n_q = (scale * x * decay).to(dtype)
+    on_diagonal = i[:, None] == i[None, :]
+    x = scale * x * decay
+    itself = tl.sum(tl.where(on_diagonal, x, 0.0), axis=1)
+    n_q = tl.where(on_diagonal, 0.0, x).to(dtype)
     n_k = tl.where(i[:, None] > i[None, :], -y * decay, 0.0).to(dtype)
     # y is dv (beta u)^T; its diagonal is beta^2 times the gradient of beta.
-    diagonal = tl.where(i[:, None] == i[None, :], y, 0.0)
-    of_beta = tl.sum(diagonal, axis=1) / (strength * strength)
+    of_beta = tl.sum(tl.where(on_diagonal, y, 0.0), axis=1) / (strength * strength)
 
-    dq = tl.dot(n_q, k_tile, (scale * start)[:, None] * dq, input_precision=PRECISION)
-    dk_read = tl.dot(n_k, k_tile, -start[:, None] * dk_read, input_precision=PRECISION)
-    dk_write *= (end / strength)[:, None]
+    # A log decay at l scales every path from a token before l to one at l or after. What a token
+    # reads of itself is no such path, and would only leave its rounding; nor does any cross a reset.
     keys = k_tile.to(tl.float32)
-    leaving = tl.sum(keys * dk_write, axis=1)
-    dk_write = tl.dot(tl.trans(n_q), q_tile, dk_write, input_precision=PRECISION)
+    queries = q_tile.to(tl.float32)
+    dk = (end / strength)[:, None] * dk_write
+    leaving = tl.sum(keys * dk, axis=1)
+    dk_write = tl.dot(tl.trans(n_q), q_tile, input_precision=PRECISION)
     dk_write = tl.dot(tl.trans(n_k), k_tile, dk_write, input_precision=PRECISION)
+    within = -tl.sum(keys * dk_write, axis=1)
+    dk += dk_write
+    dk_read = tl.dot(n_k, k_tile, -start[:, None] * dk_read, input_precision=PRECISION)
+    within += tl.sum(keys * dk_read, axis=1)
+    dk += dk_read
+    dq = tl.dot(n_q, k_tile, (scale * start)[:, None] * dq, input_precision=PRECISION)
+    within += tl.sum(queries * dq, axis=1)
+    reached = lower & (resets[:, None] == resets[None, :])
+    of_decay = tl.sum(tl.where(reached, within[:, None], 0.0), axis=0)
+    here = tl.arange(0, BLOCK_K)
+    trace = tl.sum(tl.where(here[:, None] == here[None, :], overlap, 0.0), axis=1)
+    passing = tl.load(gate + START_ROW * C + C - 1) * tl.sum(trace, axis=0)
+    of_decay += (tl.cumsum(leaving, axis=0) - leaving) + passing
 
+    dq += itself[:, None] * keys
+    dk += itself[:, None] * queries
     entry = row * (HV * K) + hv * K + i[:, None] * (HV * K) + kc[None, :]
     tl.store(d_q + entry, dq.to(d_q.dtype.element_ty), mask=mask)
-    tl.store(d_k + entry, (dk_read + dk_write).to(d_k.dtype.element_ty), mask=mask)
-    # A log decay at l scales every path from a token before l to one at l or after.
-    passing = tl.load(gate + START_ROW * C + C - 1) * tl.sum(tl.sum(trace, axis=1), axis=0)
-    within = tl.sum(q_tile.to(tl.float32) * dq + keys * (dk_read - dk_write), axis=1) + leaving
-    of_decay = tl.cumsum(within, axis=0, reverse=True)
-    of_decay += (tl.cumsum(leaving, axis=0) - leaving) + passing
+    tl.store(d_k + entry, dk.to(d_k.dtype.element_ty), mask=mask)
     g = tl.load(log_decay + row * HV + hv + i * HV, mask=live, other=0.0).to(tl.float32)
     rows = (tl.num_programs(0) // (blocks * chunks * HV)).to(tl.int64) * T
     entry = (block * rows + row) * HV + hv + i * HV

@@ -28,7 +28,7 @@ both is overwritten while the tensor cores still read it (Triton 3.7.1). Rows of
 import triton
 import triton.language as tl
 
-from kernels.triton_blocks import cumulative_decay, dot, load_tile, load_vector, store_tile
+from kernels.triton_blocks import FORGET, cumulative_decay, dot, load_tile, load_vector, store_tile
 
 
 @triton.jit
@@ -387,7 +387,7 @@ def gradients_kernel(
             store_tile(d_k, past_k, at, left, H * K, column, K, even_k)
             d_decay += summed(at[:, None] <= at[None, :], from_past, dtype)
         raw = load_tile(g, at, left, H * K, column, K, even_k)
-        d_decay = tl.where(raw == float("-inf"), 0.0, d_decay)
+        d_decay = tl.where(raw < FORGET, 0.0, d_decay)
         d_g += (token * H + head) * K
         store_tile(d_g, d_decay, at, left, H * K, column, K, even_k)
     else:
@@ -419,7 +419,7 @@ def gradients_kernel(
         d_decay += tl.sum(tl.where(at[:, None] > at[None, :], future[None, :], 0.0), 1)
         d_decay += tl.sum(crossing, 0)
         raw = tl.load(g + at * H, mask=live, other=0.0)
-        d_decay = tl.where(raw == float("-inf"), 0.0, d_decay)
+        d_decay = tl.where(raw < FORGET, 0.0, d_decay)
         d_g += (token * H + head) * tiles + tile
         tl.store(d_g + at * (H * tiles), d_decay, mask=live)
 
