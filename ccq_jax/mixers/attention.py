@@ -10,6 +10,7 @@ from ml_collections import FrozenConfigDict
 
 from ccq_jax.cache import Segments
 from ccq_jax.layers import Linear
+from ccq_jax.mixers.linear import MemoryInputs
 
 
 class AttentionCache(NamedTuple):
@@ -39,28 +40,49 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], AttentionCache | None, dict]:
         """See `ccq_jax.mixers`. Past `max_len` tokens, in one call or in all, ValueError or NaN."""
         del diagnostics
-        batch, length, _ = x.shape
-        shape = (batch, length, self.config.num_heads, self.config.head_dim)
+        inputs, _ = self.inputs(x, segments)
+        if cache is None:
+            o, _ = self.recall(inputs, segments)
+        else:
+            o, cache = self._recall_from(inputs, segments, cache)
+        return self.o_proj(o.reshape(*x.shape[:2], -1)), cache, {}
+
+    def inputs(
+        self, x: Float[Array, "B T D"], segments: Segments
+    ) -> tuple[MemoryInputs, tuple[Array, ...]]:
+        """Rotated queries and keys, and values; nothing else is kept."""
+        shape = (*x.shape[:2], self.config.num_heads, self.config.head_dim)
         q, k, v = (f(x).reshape(shape) for f in (self.q_proj, self.k_proj, self.v_proj))
         position = segments.position
         if position is None:
-            position = jnp.arange(length, dtype=jnp.int32)[None]
+            position = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
         q, k = (rotate(y, position, self.config.rope_theta) for y in (q, k))
+        return MemoryInputs(q, k, v, gates=()), ()
+
+    def recall(
+        self, inputs: MemoryInputs, segments: Segments
+    ) -> tuple[Float[Array, "B T H K"], None]:
+        """What each query reads from this call's tokens. Linear in `inputs.v`."""
+        q, k, v, _ = inputs
         if segments.position is None:
-            o = _attend(q, k, v, is_causal=True)
-        elif cache is None:
-            o = _attend(q, k, v, mask=_visible(position, 0, length))
-        else:
-            start, max_len = jnp.asarray(segments.length), cache.key.shape[1]
-            if length > max_len:
-                raise ValueError(f"{length} tokens do not fit a cache of max_len {max_len}")
-            cache = AttentionCache(
-                jax.lax.dynamic_update_slice(cache.key, k, (0, start, 0, 0)),
-                jax.lax.dynamic_update_slice(cache.value, v, (0, start, 0, 0)),
-            )
-            o = _attend(q, cache.key, cache.value, mask=_visible(position, start, max_len))
-            o = jnp.where(start + length > max_len, jnp.nan, o)
-        return self.o_proj(o.reshape(batch, length, -1)), cache, {}
+            return _attend(q, k, v, is_causal=True), None
+        return _attend(q, k, v, mask=_visible(segments.position, 0, q.shape[1])), None
+
+    def _recall_from(
+        self, inputs: MemoryInputs, segments: Segments, cache: AttentionCache
+    ) -> tuple[Float[Array, "B T H K"], AttentionCache]:
+        q, k, v, _ = inputs
+        start, length = jnp.asarray(segments.length), q.shape[1]
+        max_len = cache.key.shape[1]
+        if length > max_len:
+            raise ValueError(f"{length} tokens do not fit a cache of max_len {max_len}")
+        cache = AttentionCache(
+            jax.lax.dynamic_update_slice(cache.key, k, (0, start, 0, 0)),
+            jax.lax.dynamic_update_slice(cache.value, v, (0, start, 0, 0)),
+        )
+        visible = _visible(jnp.asarray(segments.position), start, max_len)
+        o = _attend(q, cache.key, cache.value, mask=visible)
+        return jnp.where(start + length > max_len, jnp.nan, o), cache
 
     def init_cache(self, batch_size: int, max_len: int) -> AttentionCache:
         """Room for `max_len` tokens."""
