@@ -59,7 +59,8 @@ def update(
     count = past + 1
     keep, share = (past / count)[..., None], (1 / count)[..., None]
     delta = k - moments.mean
-    mean = moments.mean + share * delta
+    # The sum would keep what rounding leaves of a mean that is forgotten.
+    mean = jnp.where(past[..., None] > 0, moments.mean + share * delta, k)
     added = keep * share * delta if centered else share * k
     # A fused multiply-add rounds the old covariance once a token; over 10^4 tokens roundings add up.
     covariance = keep[..., None] * moments.covariance + _outer(added, delta if centered else k)

@@ -16,9 +16,10 @@ from kernels.decode_step.scan import Statistics
 
 unavailable = triton_util.unavailable
 
-# Elements of a tile: enough in flight to keep the memory busy, few enough for registers that let
-# several blocks share a multiprocessor.
-STATISTICS_TILE, MEMORY_TILE, NUM_WARPS = 4096, 8192, 4
+# Elements of a tile, and warps that share it: enough in flight to keep the memory busy, few enough
+# registers for several blocks on a multiprocessor.
+STATISTICS_TILE, STATISTICS_WARPS = 4096, 4
+MEMORY_TILE, MEMORY_WARPS = 8192, 4
 NARROWEST = 8
 
 
@@ -54,7 +55,7 @@ def forward(
         out=jax.ShapeDtypeStruct(v.shape, v.dtype),
         scale=scale,
         grid=(batch * heads * -(-value_width // columns),),
-        num_warps=NUM_WARPS,
+        num_warps=MEMORY_WARPS,
         num_stages=1,
         GROUP=heads // k.shape[1],
         K=width,
@@ -87,7 +88,7 @@ def _condition(
         *(q, k, lam, _or(log_decay, lam), count, mean, updated),
         out=jax.ShapeDtypeStruct(q.shape, jnp.float32),
         grid=(batch * heads * -(-width // rows),),
-        num_warps=NUM_WARPS,
+        num_warps=STATISTICS_WARPS,
         num_stages=1,
         K=width,
         WIDTH=_padded(width),

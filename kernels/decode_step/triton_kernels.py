@@ -128,9 +128,11 @@ def memory_kernel(
     if CCQ:
         key_head = head // GROUP
         if tl.program_id(0) % (tiles * GROUP) == 0:
-            _, n = _count(count + key_head, ccq_log_decay + key_head, CCQ_DECAY)
+            past, n = _count(count + key_head, ccq_log_decay + key_head, CCQ_DECAY)
+            counted = load_vector(ccq_k + key_head * K, rows, K)
             center = load_vector(mean + key_head * K, rows, K)
-            center += (load_vector(ccq_k + key_head * K, rows, K) - center) / n
+            # The sum would keep what rounding leaves of a mean that is forgotten.
+            center = tl.where(past > 0, center + (counted - center) / n, counted)
             tl.debug_barrier()
             tl.store(count + key_head, n)
             tl.store(mean + key_head * K + rows, center, mask=rows < K)
