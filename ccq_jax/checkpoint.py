@@ -26,6 +26,7 @@ from ccq_jax.model import LanguageModel
 from ccq_jax.sharding import parameter_shardings
 
 _DELETED = "deleted"
+ITEMS = ("params", "ema", "opt_state")  # of the state; `ema` only where a run keeps it
 _PACKAGES = ("ccq_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -54,7 +55,7 @@ class Checkpoints:
         }
         self._manager = ocp.CheckpointManager(
             self._directory,
-            item_names=("params", "opt_state", "meta"),
+            item_names=(*ITEMS, "meta"),
             options=ocp.CheckpointManagerOptions(
                 best_fn=operator.itemgetter("loss"),
                 best_mode="min",
@@ -65,6 +66,18 @@ class Checkpoints:
         )
         if not read_only:
             self._empty_bin()
+
+    @classmethod
+    def of_run(cls, workdir: str | Path) -> "Checkpoints":
+        """To look at the checkpoints of the run in `workdir`; WorkdirError if there are none."""
+        path = Path(workdir).expanduser().absolute()
+        if workdirs.read_config(path) is None:
+            raise workdirs.WorkdirError(
+                f"{path} holds no run: train one with train.py --workdir={path}"
+            )
+        if not workdirs.checkpoint_steps(path):
+            raise workdirs.WorkdirError(f"the run in {path} has no checkpoint yet")
+        return cls(path, read_only=True)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -86,6 +99,20 @@ class Checkpoints:
         known = step is not None and self._manager.metrics(step)["loss"] < math.inf
         return step if known else None
 
+    def find(self, step: int | str) -> int:
+        """The step that "latest", "best" or a step stands for; WorkdirError if it is not there."""
+        names = {"latest": self.latest, "best": self.best}
+        found = names.get(str(step), lambda: step)()
+        run = f"the run in {self._directory.parent}"
+        if found is None:
+            raise workdirs.WorkdirError(f"no checkpoint of {run} has a validation loss")
+        if found not in self.steps():
+            known = ", ".join(map(str, self.steps()))
+            raise workdirs.WorkdirError(
+                f"step is {step!r}: it must be 'latest', 'best' or one of {known} ({run})"
+            )
+        return int(found)
+
     def save(
         self,
         step: int,
@@ -99,7 +126,7 @@ class Checkpoints:
 
         Args:
           step: updates that made this state.
-          state: "params" and "opt_state".
+          state: "params" and "opt_state", and "ema" if the run averages its parameters.
           meta: anything that JSON holds, beside `step` and `versions`.
           validation_loss: infinite where it is not known: such a state is never the best.
         """
@@ -108,8 +135,7 @@ class Checkpoints:
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state["params"]),
-                opt_state=ocp.args.StandardSave(state["opt_state"]),
+                **{name: ocp.args.StandardSave(tree) for name, tree in state.items()},
                 meta=ocp.args.JsonSave(meta | {"step": step, "versions": versions()}),
             ),
             metrics={"loss": validation_loss},
@@ -127,13 +153,11 @@ class Checkpoints:
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(abstract["params"]),
-                opt_state=ocp.args.StandardRestore(abstract["opt_state"]),
+                **{name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()},
                 meta=ocp.args.JsonRestore(),
             ),
         )
-        state = {"params": restored["params"], "opt_state": restored["opt_state"]}
-        return state, restored["meta"]
+        return {name: restored[name] for name in abstract}, restored["meta"]
 
     def restore_params(self, step: int, abstract: Any) -> Any:
         """The parameters alone."""
@@ -207,16 +231,12 @@ def load_model(
       WorkdirError: there is no such run, no such checkpoint, or `model` is another model.
     """
     path = Path(workdir).expanduser().absolute()
-    if workdirs.read_config(path) is None:
-        raise workdirs.WorkdirError(
-            f"{path} holds no run: train one with train.py --workdir={path}"
-        )
-    if not workdirs.checkpoint_steps(path):
-        raise workdirs.WorkdirError(f"the run in {path} has no checkpoint yet")
-    with Checkpoints(path, read_only=True) as checkpoints:
-        number = _find_step(checkpoints, step, path)
+    with Checkpoints.of_run(path) as checkpoints:
+        number = checkpoints.find(step)
         config = ConfigDict(checkpoints.meta(number)["config"])
-        if model is not None:
+        if model is not None and config.get("init_from"):
+            config.model = _adopted(config.model, model)
+        elif model is not None:
             config.model = _at_test_time(config.model, model, path)
         config.lock()
         graphdef, variables = nnx.split(
@@ -230,6 +250,14 @@ def load_model(
             shardings = parameter_shardings(abstract, mesh)
         params = checkpoints.restore_params(number, with_shardings(abstract, shardings))
     return Trained(config, nnx.merge(graphdef, params), number)
+
+
+def _adopted(trained: ConfigDict, asked: ConfigDict) -> ConfigDict:
+    """A backbone's model, whose sizes no config file knows, with the fields of TEST_TIME as asked."""
+    model = ConfigDict(trained.to_dict())
+    model.update(implementation=asked.implementation, chunk_size=asked.chunk_size)
+    model.ccq.fixed_lambda = asked.ccq.fixed_lambda
+    return model
 
 
 def _at_test_time(trained: ConfigDict, asked: ConfigDict, path: Path) -> ConfigDict:
@@ -248,15 +276,3 @@ def with_shardings(abstract: Any, shardings: Any) -> Any:
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
     )
-
-
-def _find_step(checkpoints: Checkpoints, step: int | str, path: Path) -> int:
-    found = {"latest": checkpoints.latest, "best": checkpoints.best}.get(str(step), lambda: step)()
-    if found is None:
-        raise workdirs.WorkdirError(f"no checkpoint of the run in {path} has a validation loss")
-    if found not in checkpoints.steps():
-        known = ", ".join(map(str, checkpoints.steps()))
-        raise workdirs.WorkdirError(
-            f"step is {step!r}: it must be 'latest', 'best' or one of {known} (the run in {path})"
-        )
-    return int(found)

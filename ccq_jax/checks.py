@@ -51,6 +51,10 @@ def values(config: ConfigDict) -> list[str]:
     problems += Section("train", config.train).train()
     problems += Section("checkpoint", config.checkpoint).checkpoint()
     problems += Section("eval", config.eval).eval()
+    if config.train.only_ccq and not config.model.ccq.enabled:
+        problems.append(
+            "train.only_ccq is True: model.ccq.enabled must be True, to have parameters"
+        )
     problems += Section("mesh", config.mesh).mesh()
     return problems
 
@@ -158,7 +162,8 @@ class Section:
         self.check("learning_rate adam_eps", *_POSITIVE)
         self.check("weight_decay clip_norm", *_NOT_NEGATIVE)
         self.check("final_lr_fraction", lambda x: 0 <= x <= 1, "between 0 and 1")
-        self.check("beta1 beta2", lambda x: 0 <= x < 1, "in [0, 1)")
+        self.check("beta1 beta2 ema", lambda x: 0 <= x < 1, "in [0, 1)")
+        self.check("ccq_lr_scale", *_POSITIVE)
         if c.warmup_steps >= c.steps >= 1:
             self.refuse("warmup_steps", f"it must be less than train.steps, {c.steps}")
         if c.accumulation >= 1 and c.batch_size % c.accumulation:

@@ -45,6 +45,10 @@ def default(mixer: str = "gated_deltanet", size: str = "tiny") -> ConfigDict:
 
     config = ConfigDict()
     config.seed = 0  # of initialisation, shuffling and generated data
+    # "" = new parameters; or those of a trained model: a run's workdir, or "hf:" and a folder in
+    # Hugging Face form. `model` is then that model's, and so is the tokenizer, where it has one:
+    # only `ccq` (added if it has none), dtype, remat, implementation and chunk_size count here.
+    config.init_from = ""
     config.model = _model(mixer, size)
     config.data = _data()
     config.train = _train()
@@ -134,6 +138,9 @@ def _train() -> ConfigDict:
     train.beta2 = 0.95
     train.adam_eps = 1e-8
     train.clip_norm = 1.0  # global gradient norm; 0 = no clipping
+    train.ema = 0.0  # decay a step of a running average of the parameters, < 1; 0 = none is kept
+    train.only_ccq = False  # train CCQ's parameters and leave the others as they are
+    train.ccq_lr_scale = 1.0  # CCQ's learning rate over that of the others
     train.accumulation = 1  # slices of the batch computed one after another
     train.loss_chunk = 0  # positions whose logits are held at once; divides seq_len; 0 = all
     train.log_every = 10  # steps between lines of metrics.jsonl

@@ -1,175 +1,82 @@
-"""Streams text from a trained model, token by token, out of a state of constant size.
+r"""Streams text from a trained model, token by token, out of a state of constant size.
 
-python -m ccq_jax.generate --workdir=runs/ccq_gdn --prompt='def ' --temperature=0.8 --top_p=0.95
+    python -m ccq_jax.generate --model=runs/ccq_gdn --prompt='def ' --temperature=0.8 --top_p=0.95
+    python -m ccq_jax.generate --model=EXPORTED --prompt='def ' --prompt='class '
+    python -m ccq_jax.generate --model=runs/ccq_gdn --prompt_file=long.txt --save_state=long.state --max_tokens=0
+    python -m ccq_jax.generate --model=runs/ccq_gdn --state=long.state --prompt='and so '
+
+The model is a run's workdir, a folder in Hugging Face form, or what ccq_jax.export wrote. Several
+prompts are a batch; their texts are printed one after the other when all have ended. Speeds are
+printed at the end, to stderr. In Python: ccq_jax.generator.
 """
 
 import argparse
-import dataclasses
-import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-from jaxtyping import Array, Float, Int, PyTree
-
-from ccq_jax import checkpoint
-from ccq_jax.data import make_tokenizer
-from ccq_jax.model import LanguageModel
-
-PREFILL_TOKENS = 1024
-"""A prompt is read in pieces of at most this many tokens, so that memory does not grow with it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn.
-
-    Attributes:
-      temperature: divides the logits; 0 takes the likeliest token.
-      top_k: only the k likeliest tokens are candidates; 0 keeps all.
-      top_p: only the fewest likeliest tokens that together have this probability; 1 keeps all.
-
-    Raises:
-      ValueError: a field is out of its range.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __post_init__(self):
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; it must be 0 (all tokens) or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-
-    def __call__(self, logits: Float[Array, "B N"], key: Array) -> Int[Array, " B"]:
-        """Draws a token for each row."""
-        if self.temperature == 0:
-            return jnp.argmax(logits, axis=-1)
-        logits = logits / self.temperature
-        if 0 < self.top_k < logits.shape[-1]:
-            smallest = jax.lax.top_k(logits, self.top_k)[0][..., -1:]
-            logits = jnp.where(logits < smallest, -jnp.inf, logits)
-        if self.top_p < 1:
-            ordered = -jnp.sort(-logits, axis=-1)
-            p = jax.nn.softmax(ordered, axis=-1)
-            # A token stays while those likelier than it have less than top_p: so the first stays.
-            kept = jnp.cumsum(p, axis=-1) - p < self.top_p
-            smallest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
-            logits = jnp.where(logits < smallest, -jnp.inf, logits)
-        return jax.random.categorical(key, logits, axis=-1)
-
-
-def prefill(
-    model: LanguageModel, prompts: Sequence[Sequence[int]], max_tokens: int
-) -> tuple[Float[Array, "B N"], PyTree]:
-    """Reads prompts of any lengths; returns the logits of the next token and the cache.
-
-    Prompts are padded on the left. The padding is a segment of its own, so it leaves no trace in a
-    state. `max_tokens` is how many more tokens the cache must have room for (attention only).
-
-    Raises:
-      ValueError: there is no prompt, or one is empty.
-    """
-    if not prompts or not all(prompts):
-        raise ValueError("a prompt is empty: there is nothing to continue")
-    longest = max(map(len, prompts))
-    piece = min(PREFILL_TOKENS, 1 << (longest - 1).bit_length())
-    padded = -(-longest // piece) * piece
-    tokens = np.zeros((len(prompts), padded), np.int32)
-    segment_ids = np.zeros_like(tokens)
-    for row, prompt in enumerate(prompts):
-        tokens[row, padded - len(prompt) :] = prompt
-        segment_ids[row, padded - len(prompt) :] = 1
-    graph, params = nnx.split(model)
-    cache = model.init_cache(len(prompts), padded + max_tokens)
-    for start in range(0, padded, piece):
-        part = np.s_[:, start : start + piece]
-        logits, cache = _read(graph, params, tokens[part], segment_ids[part], cache)
-    return logits, cache
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
-def _read(graph, params, tokens, segment_ids, cache):
-    return nnx.merge(graph, params).prefill(tokens, cache, segment_ids)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
-def _step(graph, sampling, vocab_size, params, logits, cache, key):
-    key, now = jax.random.split(key)
-    tokens = sampling(logits[:, :vocab_size], now).astype(jnp.int32)
-    logits, cache = nnx.merge(graph, params).step(tokens, cache)
-    return tokens, logits, cache, key
-
-
-def generate(
-    model: LanguageModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_tokens: int,
-    sampling: Sampling = Sampling(),
-    seed: int = 0,
-    vocab_size: int | None = None,
-) -> Iterator[np.ndarray]:
-    """Continues a batch of prompts, yielding one token of each, [B] int32, at a time.
-
-    The next step runs on the device while the caller handles the last one's tokens.
-
-    Args:
-      model: the model.
-      prompts: token ids; their lengths may differ.
-      max_tokens: how many tokens to yield.
-      sampling: how they are drawn.
-      seed: the same seed gives the same tokens.
-      vocab_size: ids from here on are never drawn: a model's vocabulary may be rounded up from its
-        tokenizer's. None: all may be.
-
-    Raises:
-      ValueError: there is no prompt, one is empty, or max_tokens is not positive.
-    """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens}; it must be 1 or more")
-    logits, cache = prefill(model, prompts, max_tokens)
-    graph, params = nnx.split(model)
-    key = jax.random.key(seed)
-    step = functools.partial(_step, graph, sampling, vocab_size, params)
-    tokens, logits, cache, key = step(logits, cache, key)
-    for _ in range(max_tokens - 1):
-        done = tokens
-        tokens, logits, cache, key = step(logits, cache, key)
-        yield np.asarray(done)
-    yield np.asarray(tokens)
+from ccq_jax.formats import open_generator
+from ccq_jax.generator import Generator
+from ccq_jax.sampling import Sampling
+from ccq_jax.state import State
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line: see --help."""
     flags = _flags().parse_args(argv)
+    try:
+        _run(flags)
+    except (ValueError, OSError) as error:
+        sys.exit(f"generate: {error}")
+
+
+def _run(flags: argparse.Namespace) -> None:
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p)
-    trained = checkpoint.load_model(flags.workdir, step=flags.step)
-    tokenizer = make_tokenizer(trained.config.data.tokenizer)
-    stream = tokenizer.stream()
-    sys.stdout.write(flags.prompt)
-    prompt = tokenizer.encode(flags.prompt) or [tokenizer.eos_id]
-    for (token,) in generate(
-        trained.model,
-        [prompt],
+    prompts = list(flags.prompt or [])
+    if flags.prompt_file is not None:
+        prompts.append(flags.prompt_file.read_text())
+    prompts = prompts or [""]
+    generator = open_generator(flags.model, step=flags.step, tokenizer=flags.tokenizer)
+    state = None if flags.state is None else generator.load(flags.state)
+    if flags.save_state is not None:
+        state = generator.read(prompts, state=state, room=flags.max_tokens)
+        generator.save(state, flags.save_state)
+        print(f"state of {state.tokens.tolist()} tokens in {flags.save_state}", file=sys.stderr)
+        if flags.max_tokens == 0:
+            return
+        _print_texts(generator, flags, sampling, state, prompts, [""] * len(prompts))
+    else:
+        _print_texts(generator, flags, sampling, state, prompts, prompts)
+
+
+def _print_texts(
+    generator: Generator,
+    flags: argparse.Namespace,
+    sampling: Sampling,
+    state: State | None,
+    shown: list[str],
+    prompts: list[str],
+) -> None:
+    stream = generator.stream(
+        prompts,
         max_tokens=flags.max_tokens,
         sampling=sampling,
         seed=flags.seed,
-        vocab_size=tokenizer.vocab_size,
-    ):
-        if token == tokenizer.eos_id:
-            break
-        sys.stdout.write(stream.push(int(token)))
-        sys.stdout.flush()
-    sys.stdout.write(stream.flush() + "\n")
+        state=state,
+        stop=flags.stop or (),
+    )
+    if len(prompts) == 1:
+        sys.stdout.write(shown[0])
+        for (piece,) in stream:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+    else:
+        for _ in stream:
+            pass
+        for number, (prompt, row) in enumerate(zip(shown, stream.rows, strict=True), 1):
+            print(f"--- {number}\n{prompt}{row.text}")
+    print(f"[{stream.speed()}]", file=sys.stderr)
 
 
 def _step_name(text: str) -> str | int:
@@ -183,10 +90,15 @@ def _flags() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--workdir", type=Path, required=True, help="the folder that train.py wrote")
-    add("--step", type=_step_name, default="latest", help="latest (default), best, or a step")
-    add("--prompt", default="", help="the text to continue; empty starts a document")
+    add("--model", "--workdir", type=Path, required=True, help="a run, or an exported folder")
+    add("--step", type=_step_name, default="latest", help="of a run: latest, best, or a step")
+    add("--tokenizer", default="", help="bytes, mistral or a file; default: the model's own")
+    add("--prompt", action="append", help="the text to continue; give it again for a batch")
+    add("--prompt_file", type=Path, help="a file with one more prompt")
+    add("--state", type=Path, help="continue what --save_state wrote")
+    add("--save_state", type=Path, help="write the state after the prompts")
     add("--max_tokens", type=int, default=256, help="stop after this many tokens (default 256)")
+    add("--stop", action="append", help="a text ends before this string; may be repeated")
     add("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
     add("--top_k", type=int, default=0, help="draw from the k likeliest tokens; 0: from all")
     add("--top_p", type=float, default=0.95, help="draw from the likeliest with this probability")

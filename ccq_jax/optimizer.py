@@ -36,8 +36,24 @@ def is_matrix(params: PyTree[Array]) -> PyTree[bool]:
     return jax.tree_util.tree_map_with_path(matrix, params)
 
 
+def is_ccq(params: PyTree[Array]) -> PyTree[bool]:
+    """True for the parameters that CCQ adds to a backbone."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: "/ccq/" in path_name(path), params)
+
+
+def trainable(params: PyTree[Array], config: ConfigDict) -> PyTree[Array]:
+    """The parameters, of which those that are not trained have no gradient."""
+    if not config.only_ccq:
+        return params
+    stop = lambda x, trained: x if trained else jax.lax.stop_gradient(x)
+    return jax.tree.map(stop, params, is_ccq(params))
+
+
 def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
-    """The optimiser of `config.train`; its moments have the parameters' dtype, float32."""
+    """The optimiser of `config.train`; its moments have the parameters' dtype, float32.
+
+    With `only_ccq` the other parameters have neither moments nor updates.
+    """
     adamw = optax.adamw(
         # Optax counts updates from 0.
         lambda count: learning_rate(count + 1, config),
@@ -47,6 +63,12 @@ def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
         weight_decay=config.weight_decay,
         mask=is_matrix,
     )
-    if config.clip_norm == 0:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+    steps = [] if config.clip_norm == 0 else [optax.clip_by_global_norm(config.clip_norm)]
+    steps.append(adamw)
+    if config.ccq_lr_scale != 1:
+        steps.append(optax.masked(optax.scale(config.ccq_lr_scale), is_ccq))
+    optimizer = optax.chain(*steps) if len(steps) > 1 else adamw
+    if not config.only_ccq:
+        return optimizer
+    label = lambda params: jax.tree.map(lambda x: "train" if x else "keep", is_ccq(params))
+    return optax.partition({"train": optimizer, "keep": optax.set_to_zero()}, label)

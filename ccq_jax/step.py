@@ -16,10 +16,10 @@ from ml_collections import ConfigDict
 from ccq_jax.checkpoint import with_shardings
 from ccq_jax.loss import Batch, Diagnostics, model_losses
 from ccq_jax.model import LanguageModel
-from ccq_jax.optimizer import make_optimizer
+from ccq_jax.optimizer import make_optimizer, trainable
 from ccq_jax.sharding import BATCH, is_stacked, parameter_shardings, path_name
 
-State = dict[str, Any]  # "params" and "opt_state"
+State = dict[str, Any]  # "params", "opt_state", and "ema" where `train.ema` is not 0
 Metrics = dict[str, Any]
 
 
@@ -53,7 +53,10 @@ def _model(config: ConfigDict, seed: int | Array) -> LanguageModel:
 
 def _new_state(config: ConfigDict, seed: int | Array) -> State:
     params = nnx.to_pure_dict(nnx.state(_model(config, seed), nnx.Param))
-    return {"params": params, "opt_state": make_optimizer(config.train).init(params)}
+    state = {"params": params, "opt_state": make_optimizer(config.train).init(params)}
+    if config.train.ema:
+        state["ema"] = jax.tree.map(jnp.copy, params)
+    return state
 
 
 def make_train_step(
@@ -71,6 +74,7 @@ def make_train_step(
     def loss_fn(
         params: PyTree[Array], batch: Batch, count: Float[Array, ""]
     ) -> tuple[Float[Array, ""], Diagnostics]:
+        params = trainable(params, train)
         losses, diagnostics = model_losses(
             graphdef, params, batch, train.loss_chunk, diagnostics=True
         )
@@ -108,7 +112,10 @@ def make_train_step(
             "diagnostics": diagnostics,
             "stop": stop,
         }
-        return {"params": params, "opt_state": opt_state}, metrics
+        new = {"params": params, "opt_state": opt_state}
+        if train.ema:
+            new["ema"] = optax.incremental_update(params, state["ema"], 1 - train.ema)
+        return new, metrics
 
     batch_sharding = NamedSharding(mesh, BATCH)
     return jax.jit(

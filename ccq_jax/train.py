@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
-from ccq_jax import flops, plots, step, validation
+from ccq_jax import finetune, flops, plots, step, validation
 from ccq_jax.checkpoint import Checkpoints, version_changes
 from ccq_jax.config import resolve, validate
 from ccq_jax.console import Reporter
@@ -48,7 +49,7 @@ def train(config: ConfigDict, workdir: str | os.PathLike, *, profile_steps: int 
       NonFiniteError: training failed; the newest checkpoint is from before.
       SystemExit: a signal came.
     """
-    config, mesh = _prepare(config)
+    config, mesh = _prepare(config, Path(workdir).expanduser())
     kept = config.checkpoint
     with (
         open_run(workdir, config) as path,
@@ -70,10 +71,13 @@ def train(config: ConfigDict, workdir: str | os.PathLike, *, profile_steps: int 
         raise SystemExit(128 + stopped)
 
 
-def _prepare(config: ConfigDict) -> tuple[ConfigDict, Mesh]:
+def _prepare(config: ConfigDict, workdir: Path) -> tuple[ConfigDict, Mesh]:
     """The resolved configuration and the mesh; raises ConfigError before anything is spent."""
     try:
         validate(config)
+        if config.init_from:
+            config = finetune.adopt(config, workdir)
+            validate(config)
         validate_data(config)
         config = resolve(config, required_vocab_size(config))
         mesh = make_mesh(**config.mesh)
@@ -120,6 +124,8 @@ class Run:
         self.loss_sums = validation.make_loss_sums(
             self.graphdef, self.tokenizer.bytes_per_token, config.train.loss_chunk
         )
+        if config.init_from and self.step == 0:
+            self.notes.append(self._describe_start())
         self.flops_per_token = flops.train_flops_per_token(config.model, config.train.seq_len)
         self.stopwatch = Stopwatch(self.step)
         self.validation_loss = math.inf  # of this step, if it was evaluated
@@ -129,6 +135,10 @@ class Run:
         latest = self.checkpoints.latest()
         if latest is None:
             self.state = step.init_state(self.config, self.abstract)
+            if self.config.init_from:
+                self.state["params"] = finetune.load_parameters(self.config, self.state["params"])
+                if "ema" in self.state:
+                    self.state["ema"] = jax.tree.map(jnp.copy, self.state["params"])
             return 0, 0, None
         self.state, meta = self.checkpoints.restore(latest, self.abstract)
         if meta["tokenizer"] != self.tokenizer.fingerprint:
@@ -138,6 +148,17 @@ class Run:
             )
         self.notes = [f"continues from step {latest}", *version_changes(meta["versions"])]
         return latest, meta["position"], meta["documents"]
+
+    def _describe_start(self) -> str:
+        """Where a run stands that begins from a trained model."""
+        config, params = self.config, self.state["params"]
+        found = validation.validation_loss(self.loss_sums, params, map(self._put, self.validation))
+        said = f"begins from {config.init_from}, with a validation loss of {found['loss']:.4f}"
+        if not config.model.ccq.enabled:
+            return said
+        few = self.validation[0]["inputs"][: jax.local_device_count(), :1024]
+        change = finetune.change_of_logits(config, params, self._put({"inputs": few})["inputs"])
+        return f"{said}; CCQ changes logits by {float(change):.1e} at most"
 
     def announce(self) -> None:
         """Says what is about to run."""
