@@ -10,6 +10,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ccq_jax.evaluation import held_out
 from ccq_jax.evaluation.context import Context, Material, Measured, Request
@@ -160,6 +161,8 @@ def _map(axes: Axes, values: np.ndarray, title: str) -> None:
     image = axes.imshow(values, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
     axes.figure.colorbar(image, ax=axes, pad=0.02)
     axes.set(title=title, xlabel="head", ylabel="layer")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(False)
 
 
