@@ -27,6 +27,29 @@ def empty_cache(layers: Any, batch_size: int) -> Cache:
     return Cache(layers, segment, position, length=jnp.zeros((), jnp.int32))
 
 
+class LayerCache(NamedTuple):
+    """One layer's share of what is stacked over layers [L, B, ...], to be updated where it lies."""
+
+    stacked: Any
+    layer: Int[Array, ""]
+
+    def read(self) -> Any:
+        """The layer's arrays [B, ...]."""
+
+        def take(x: Array) -> Array:
+            return jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
+
+        return jax.tree.map(take, self.stacked)
+
+    def write(self, arrays: Any) -> Any:
+        """All layers' arrays, with this layer's replaced."""
+
+        def put(x: Array, new: Array) -> Array:
+            return jax.lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), self.layer, axis=0)
+
+        return jax.tree.map(put, self.stacked, arrays)
+
+
 class Segments(NamedTuple):
     """Where each token stands. A segment is a run of tokens with one id; nothing crosses its ends.
 
@@ -50,6 +73,13 @@ class Segments(NamedTuple):
             return jnp.where(restart.reshape(-1, *[1] * (x.ndim - 1)), 0, x)
 
         return jax.tree.map(keep, state)
+
+    def forget(self, log_decay: Array) -> Array:
+        """The first token's log decays [B, ...]: -inf where it begins a segment."""
+        if self.restart is None:
+            return log_decay
+        restart = self.restart.reshape(-1, *[1] * (log_decay.ndim - 1))
+        return jnp.where(restart, -jnp.inf, log_decay)
 
 
 def locate(ids: Int[Array, "B T"] | None, cache: Cache | None, num_tokens: int) -> Segments:

@@ -1,14 +1,12 @@
 """Curvature-Conditioned Query (arXiv 2606.01294): it sits in front of any linear mixer."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 from ml_collections import FrozenConfigDict
 
-from ccq_jax.cache import Segments
+from ccq_jax.cache import LayerCache, Segments
 from ccq_jax.layers import l2_norm, normal
 from ccq_jax.sharding import batch_parallel
 from kernels import CCQMoments, ccq_query, gated_linear_attention
@@ -80,13 +78,15 @@ class CCQ(nnx.Module):
         k: Float[Array, "B 1 H K"],
         log_decay: Float[Array, "B 1 H"],
         segments: Segments,
-        moments: CCQMoments,
-    ) -> dict[str, Any]:
-        """The arrays that `kernels.decode_step` takes to do the same with one token."""
-        moments = segments.carry(moments)
+        cache: LayerCache,
+    ) -> dict[str, Array | None]:
+        """What `kernels.decode_step` takes, beside the moments in `cache`, to do the same with one token."""
+        moments = segments.carry(cache.read())
         k, _, lam, decay = self._inputs(q, k, log_decay, segments, moments)
+        if segments.restart is not None:
+            decay = segments.forget(jnp.zeros_like(lam) if decay is None else decay)
         token = {"ccq_k": k, "lam": lam, "ccq_log_decay": decay}
-        return jax.tree.map(lambda x: x[:, 0], token) | {"moments": moments}
+        return jax.tree.map(lambda x: x[:, 0], token)
 
     def _inputs(
         self,

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from ccq_jax.cache import Cache, Segments, advance, empty_cache, locate
+from ccq_jax.cache import Cache, LayerCache, Segments, advance, empty_cache, locate
 from ccq_jax.config import resolve_model, validate_model
 from ccq_jax.layers import Embed, Linear, RMSNorm, SwiGLU
 from ccq_jax.mixers import MIXERS
@@ -37,6 +37,12 @@ class Block(nnx.Module):
         y, cache, described = self.mixer(self.mixer_norm(x), segments, cache, diagnostics)
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), cache, described
+
+    def step(self, x: Float[Array, "B 1 D"], segments: Segments, cache: LayerCache):
+        """The same for one token: returns x, and the mixers' caches, stacked over layers."""
+        y, stacked = self.mixer.step(self.mixer_norm(x), segments, cache)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), stacked
 
 
 class LanguageModel(nnx.Module):
@@ -109,21 +115,46 @@ class LanguageModel(nnx.Module):
         if segment_ids is not None:
             _check("segment_ids", segment_ids, tokens.shape)
         segments = locate(segment_ids, cache, tokens.shape[1])
+        x = shard_batch(self.embed(tokens))
+        caches = None if cache is None else cache.layers
+        described: dict[str, Array] = {}
+        with self._precision():
+            if cache is not None and tokens.shape[1] == 1 and not diagnostics:
+                x, caches = self._step_layers(x, segments, caches)
+            else:
+                x, caches, described = self._run_layers(x, segments, caches, diagnostics)
+        if cache is not None:
+            cache = advance(cache, caches, segments)
+        return Features(self.norm(x), cache, described)
+
+    def _run_layers(
+        self, x: Float[Array, "B T D"], segments: Segments, caches: Any, describe: bool
+    ):
+        """Returns x, the mixers' caches and diagnostics."""
         graph, params = nnx.split(self.layers)
 
         def layer(x, inputs):
             block = nnx.merge(graph, inputs[0])
-            x, cache, described = block(x, segments, inputs[1], diagnostics)
+            x, cache, described = block(x, segments, inputs[1], describe)
             return shard_batch(x), (cache, described)
 
-        x = shard_batch(self.embed(tokens))
         layer = rematerialise(layer, self.config.remat)
-        caches = None if cache is None else cache.layers
-        with self._precision():
-            x, (caches, described) = jax.lax.scan(layer, x, (params, caches))
-        if cache is not None:
-            cache = advance(cache, caches, segments)
-        return Features(self.norm(x), cache, described)
+        x, (caches, described) = jax.lax.scan(layer, x, (params, caches))
+        return x, caches, described
+
+    def _step_layers(self, x: Float[Array, "B 1 D"], segments: Segments, caches: Any):
+        """Returns x and the mixers' caches, which no layer cuts out of the others'."""
+        graph, params = nnx.split(self.layers)
+
+        def layer(carry, inputs):
+            x, caches = carry
+            block = nnx.merge(graph, inputs[0])
+            x, caches = block.step(x, segments, LayerCache(caches, inputs[1]))
+            return (shard_batch(x), caches), None
+
+        layers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
+        (x, caches), _ = jax.lax.scan(layer, (x, caches), (params, layers))
+        return x, caches
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch vocab"]:
         """The head: float32 logits of what `features` returned."""

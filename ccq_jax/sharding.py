@@ -116,21 +116,41 @@ def _cut(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*(axis if axis and n % mesh.shape[axis] == 0 else None for axis, n in sizes))
 
 
-def batch_parallel(fn: Callable) -> Callable:
+Axes = int | tuple[int | None, ...]
+
+
+def batch_parallel(fn: Callable, in_axes: Axes = 0, out_axes: Axes = 0) -> Callable:
     """`fn` computed on each device for that device's share of the batch.
 
-    Every array that goes in or comes out has the batch as its first axis (pytrees and None are
-    fine). Kernels written outside XLA need this, because XLA cannot cut a call that it cannot look
-    into. A batch that the devices do not divide is computed whole on each of them.
+    Kernels written outside XLA need this, because XLA cannot cut a call that it cannot look into. A
+    batch that the devices do not divide is computed whole on each of them.
+
+    Args:
+      fn: takes and returns arrays, pytrees of them, or None.
+      in_axes: where the batch is: one axis for all arguments, or one for each; None has no batch.
+      out_axes: the same for what `fn` returns.
     """
 
     def wrapped(*args):
         mesh = jax.sharding.get_abstract_mesh()
         if not _is_automatic(mesh) or mesh.size == 1:
             return fn(*args)
-        divides = all(x.shape[0] % mesh.size == 0 for x in jax.tree.leaves(args))
-        spec = BATCH if divides else P()
-        return jax.shard_map(fn, in_specs=spec, out_specs=spec, check_vma=False)(*args)
+        axes = (in_axes,) * len(args) if isinstance(in_axes, int) else in_axes
+        sizes = [
+            x.shape[axis]
+            for axis, arg in zip(axes, args, strict=True)
+            if axis is not None
+            for x in jax.tree.leaves(arg)
+        ]
+        divides = all(size % mesh.size == 0 for size in sizes)
+
+        def spec(axis: Axes | None) -> Any:
+            if isinstance(axis, tuple):
+                return tuple(map(spec, axis))
+            return P() if axis is None or not divides else P(*[None] * axis, *BATCH)
+
+        specs = {"in_specs": spec(axes), "out_specs": spec(out_axes)}
+        return jax.shard_map(fn, **specs, check_vma=False)(*args)
 
     return wrapped
 

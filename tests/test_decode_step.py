@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import warnings
 
 import jax
@@ -102,6 +103,26 @@ def test_without_ccq_the_query_reads_as_it_is(backbone):
     assert (kernels.decode_step(**token)[0] != out).any()
 
 
+@each_backbone
+def test_one_layer_of_several_is_updated_and_the_others_stay(backbone):
+    token = one_token(inputs_of(backbone))
+    names = ("state", "moments")
+    stacked = {
+        name: jax.tree.map(lambda x: jnp.stack([x, -x, 2 * x]), token[name]) for name in names
+    }
+    step = jax.jit(lambda layer: kernels.decode_step(**token | stacked, layer=layer))
+    for layer in (0, 2):
+        of_layer = {name: jax.tree.map(lambda x, i=layer: x[i], stacked[name]) for name in names}
+        alone = kernels.decode_step(**token | of_layer)
+        out, *states = step(jnp.int32(layer))
+        assert_close(out, alone[0], 1e-6)
+        pick = lambda tree, i: jax.tree.map(lambda x: x[i], tree)
+        assert_close(pick(states, layer), list(alone[1:]), 1e-6)
+        for other in {0, 1, 2} - {layer}:
+            before = pick([stacked[name] for name in names], other)
+            jax.tree.map(np.testing.assert_array_equal, pick(states, other), before)
+
+
 def test_the_statistics_can_count_another_key():
     token = one_token(inputs_of(GLA))
     out, state, moments = kernels.decode_step(**token, ccq_k=2 * token["k"])
@@ -142,6 +163,7 @@ def test_moments_and_sums_say_the_same(centered):
         ({"v": jnp.zeros((2, 3, 20))}, ValueError, "HV=3 .* expected a multiple of H, H=2"),
         ({"q": jnp.zeros((2, 2, 13))}, ValueError, "k has shape .* K is 12 here and 13"),
         ({"state": jnp.zeros((2, 2, 12, 20), int)}, TypeError, "state has dtype int32"),
+        ({"layer": jnp.int32(0)}, ValueError, r"state has shape .*expected \[L, B=2, HV=2"),
         ({"ccq_k": jnp.zeros((2, 1, 12))}, ValueError, "ccq_k has shape .* H is 1 here and 2"),
         ({"scale": "wide"}, TypeError, "scale is .wide."),
         ({"implementation": "cuda"}, ValueError, "implementation is 'cuda'"),
@@ -211,6 +233,28 @@ def abstract_mesh(size=1):
     gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     axes = (jax.sharding.AxisType.Auto,)
     return jax.sharding.AbstractMesh((size,), ("data",), axis_types=axes, abstract_device=gpu)
+
+
+@lowers
+def test_lowers_for_cuda_in_a_loop_over_layers_and_says_what_is_in_place(monkeypatch):
+    monkeypatch.setattr(triton, "unavailable", lambda: None)
+    token = one_token(inputs_of(DELTA, GROUPED, "bfloat16"))
+    state, moments = jax.tree.map(
+        lambda x: jnp.stack([x, x]), (token.pop("state"), token.pop("moments"))
+    )
+
+    def step(carry, layer):
+        state, moments = carry
+        out, *states = kernels.decode_step(
+            **token, state=state, moments=moments, layer=layer, implementation="triton"
+        )
+        return tuple(states), out
+
+    with jax.sharding.use_abstract_mesh(abstract_mesh()):
+        loop = jax.jit(lambda *states: jax.lax.scan(step, states, jnp.arange(2)))
+        text = loop.trace(state, moments).lower(lowering_platforms=("cuda",)).as_text()
+    aliases = re.findall(r"output_operand_aliases = (.*?), result_layouts", text)
+    assert [x.count("operand_index") for x in aliases] == [1, 3]
 
 
 @lowers

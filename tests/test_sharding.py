@@ -124,6 +124,23 @@ def test_batch_parallel_changes_nothing(batch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
 
 
+@pytest.mark.parametrize("batch", [8, 3])
+def test_batch_parallel_finds_the_batch_on_the_axes_that_are_named(batch):
+    seen = []
+
+    def scale(x, layers, index, nothing):
+        seen.append((x.shape[0], layers["a"].shape[1]))
+        return x * layers["a"][index], {"a": layers["a"] + 1}, nothing
+
+    args = jnp.ones((batch, 3)), {"a": jnp.arange(2.0 * batch).reshape(2, batch, 1)}, 1, None
+    expected = scale(*args)
+    parallel = batch_parallel(scale, in_axes=(0, 1, None, None), out_axes=(0, 1, 0))
+    with jax.set_mesh(make_mesh(2, 4)):
+        found = jax.jit(parallel)(*args[:2], jnp.int32(1), None)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert set(seen[1:]) == {(1, 1) if batch == 8 else (3, 3)}
+
+
 def test_batch_parallel_gives_each_device_its_share():
     shapes = []
 

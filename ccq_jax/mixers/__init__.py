@@ -1,8 +1,10 @@
 """Token mixers. Each maps x [B, T, D] to y [B, T, D], causally and within segments.
 
     y, cache, diagnostics = mixer(x, segments, cache, diagnostics)
+    y, caches = mixer.step(x, segments, LayerCache(caches, layer))      T = 1, generation
 
-`cache` is None (nothing is kept) or what `mixer.init_cache` or an earlier call returned.
+`cache` is None (nothing is kept) or what `mixer.init_cache` or an earlier call returned; `caches` those
+of all layers, stacked.
 """
 
 from typing import Any

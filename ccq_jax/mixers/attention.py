@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 from ml_collections import FrozenConfigDict
 
-from ccq_jax.cache import Segments
+from ccq_jax.cache import LayerCache, Segments
 from ccq_jax.layers import Linear
 from ccq_jax.mixers.linear import MemoryInputs
 
@@ -46,6 +46,13 @@ class Attention(nnx.Module):
         else:
             o, cache = self._recall_from(inputs, segments, cache)
         return self.o_proj(o.reshape(*x.shape[:2], -1)), cache, {}
+
+    def step(
+        self, x: Float[Array, "B 1 D"], segments: Segments, cache: LayerCache
+    ) -> tuple[Float[Array, "B 1 D"], AttentionCache]:
+        """See `ccq_jax.mixers`."""
+        y, new, _ = self(x, segments, cache.read())
+        return y, cache.write(new)
 
     def inputs(
         self, x: Float[Array, "B T D"], segments: Segments

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 from ml_collections import FrozenConfigDict
 
-from ccq_jax.cache import Segments
+from ccq_jax.cache import LayerCache, Segments
 from ccq_jax.ccq import CCQ, operator_options, step_options
 from ccq_jax.layers import Linear, RMSNorm, ShortConv
 from ccq_jax.sharding import batch_parallel
@@ -65,31 +65,59 @@ class LinearMixer(nnx.Module):
         diagnostics: bool = False,
     ) -> tuple[Float[Array, "B T D"], LinearCache | None, dict[str, Float[Array, " H"]]]:
         """See `ccq_jax.mixers`."""
-        inputs, tails = self.inputs(x, segments, cache)
-        described: dict[str, Float[Array, " H"]] = {}
-        if cache is not None and x.shape[1] == 1 and not diagnostics:
-            o, state, statistics = self.step(inputs, segments, cache)
-        else:
-            q, statistics, described = self.condition(inputs, segments, cache, diagnostics)
-            before = None if cache is None else segments.carry(cache.state)
-            o, state = self.recall(inputs._replace(q=q), segments, before)
+        tails = () if cache is None else cache.tails
+        inputs, tails = self.inputs(x, segments, tails)
+        q, statistics, described = self.condition(inputs, segments, cache, diagnostics)
+        state = None if cache is None else segments.carry(cache.state)
+        o, state = self.recall(inputs._replace(q=q), segments, state)
         y = self.read_out(o, x)
         return y, None if cache is None else LinearCache(tails, statistics, state), described
 
+    def step(
+        self, x: Float[Array, "B 1 D"], segments: Segments, cache: LayerCache
+    ) -> tuple[Float[Array, "B 1 D"], LinearCache]:
+        """See `ccq_jax.mixers`. `condition` and `recall` are one, fused where there is a kernel."""
+        stacked, layer = cache
+        tails = LayerCache(stacked.tails, layer)
+        inputs, new_tails = self.inputs(x, segments, tails.read())
+        ccq: dict[str, Array | None] = {}
+        if self.ccq is not None:
+            q, k, _, (log_decay, *_) = inputs
+            ccq = self.ccq.step(q, k, log_decay, segments, LayerCache(stacked.statistics, layer))
+
+        def run(token, ccq, state, moments, layer):
+            q, k, v, (log_decay, *beta) = token
+            return decode_step(
+                *(q, k, v, log_decay, state),
+                beta=beta[0] if beta else None,
+                moments=moments,
+                layer=layer,
+                centered=self.config.ccq.centered,
+                **ccq,
+                **step_options(self.config),
+            )
+
+        log_decay, *rest = inputs.gates
+        inputs = inputs._replace(gates=(segments.forget(log_decay), *rest))
+        token = jax.tree.map(lambda x: x[:, 0], inputs)
+        run = batch_parallel(run, in_axes=(0, 0, 1, 1, None), out_axes=(0, 1, 1))
+        o, state, moments = run(token, ccq, stacked.state, stacked.statistics, layer)
+        y = self.read_out(o[:, None], x)
+        return y, LinearCache(tails.write(new_tails), moments, state)
+
     def inputs(
-        self, x: Float[Array, "B T D"], segments: Segments, cache: LinearCache | None = None
+        self, x: Float[Array, "B T D"], segments: Segments, tails: tuple[Array, ...] = ()
     ) -> tuple[MemoryInputs, tuple[Array, ...]]:
         """What goes to the memory, the query as CCQ finds it, and the convolutions' tails."""
         parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
-        tails: list[Array] = []
+        new_tails: list[Array] = []
         for i, conv in enumerate(self._convs()):
-            tail = None if cache is None else cache.tails[i]
-            parts[i], tail = conv(parts[i], segments, tail)
-            tails.append(tail)
+            parts[i], tail = conv(parts[i], segments, tails[i] if tails else None)
+            new_tails.append(tail)
         c = self.config
         shapes = [(c.num_heads, c.head_dim)] * 2 + [(c.num_v_heads, c.head_v_dim)]
         q, k, v = (y.reshape(*y.shape[:2], *s) for y, s in zip(parts, shapes, strict=True))
-        return MemoryInputs(*self.activate(q, k, v), self.gates(x)), tuple(tails)
+        return MemoryInputs(*self.activate(q, k, v), self.gates(x)), tuple(new_tails)
 
     def activate(self, q: Heads, k: Heads, v: Heads) -> tuple[Heads, Heads, Heads]:
         """What a mixer does to its projections."""
@@ -119,25 +147,6 @@ class LinearMixer(nnx.Module):
             return self.recurrence(q, k, v, *gates, **options)
 
         return batch_parallel(run)(*inputs, segments.ids, state)
-
-    def step(
-        self, inputs: MemoryInputs, segments: Segments, cache: LinearCache
-    ) -> tuple[Heads, Float[Array, "B HV K V"], CCQMoments | None]:
-        """`condition` and `recall` of one token, fused where there is a kernel: it is generation."""
-        ccq = {}
-        if self.ccq is not None and cache.statistics is not None:
-            q, k, _, (log_decay, *_) = inputs
-            ccq = self.ccq.step(q, k, log_decay, segments, cache.statistics)
-
-        def run(token, state, ccq):
-            q, k, v, gates = token
-            gates = dict(zip(("log_decay", "beta"), gates, strict=False))
-            options = {"centered": self.config.ccq.centered, **step_options(self.config)}
-            return decode_step(q, k, v, state=state, **gates, **ccq, **options)
-
-        token = jax.tree.map(lambda x: x[:, 0], inputs)
-        o, state, moments = batch_parallel(run)(token, segments.carry(cache.state), ccq)
-        return o[:, None], state, moments
 
     def _convs(self) -> list[ShortConv]:
         convs = (self.q_conv, self.k_conv, self.v_conv)

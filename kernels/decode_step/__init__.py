@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kernels import dispatch, validation
 from kernels.ccq_query.state import CCQMoments
@@ -16,8 +16,9 @@ def decode_step(
     k: Float[Array, "B H K"],
     v: Float[Array, "B HV V"],
     log_decay: Float[Array, "B HV"] | Float[Array, "B H K"] | Float[Array, "B H 1"] | None,
-    state: Float[Array, "B HV K V"],
+    state: Float[Array, "B HV K V"] | Float[Array, "L B HV K V"],
     *,
+    layer: Int[Array, ""] | None = None,
     beta: Float[Array, "B HV"] | None = None,
     lam: Float[Array, "B H"] | None = None,
     moments: CCQMoments | None = None,
@@ -26,14 +27,15 @@ def decode_step(
     centered: bool = True,
     scale: float | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B HV V"], Float[Array, "B HV K V"], CCQMoments | None]:
+) -> tuple[Float[Array, "B HV V"], Array, CCQMoments | None]:
     """What `ccq_query` and then a linear attention compute for one token, in one pass over the states.
 
     With beta the linear attention is `gated_delta_rule`, without it `gated_linear_attention`; log_decay, beta and
     scale are theirs. The cleaned query between the two stays float32.
 
     Generation is bound by memory: a token reads and writes each state once. On GPUs that is done in place where the
-    caller's state is donated, and has no gradient.
+    caller's state is donated, and has no gradient. A model's loop over layers would cut each layer's state out of
+    those of all layers and put it back, three times that traffic: hence `layer`.
 
     Args:
       q: queries.
@@ -41,6 +43,7 @@ def decode_step(
       v: values; with beta HV is a multiple of H, else HV = H.
       log_decay: natural log of the state's decay, <= 0: [B, HV] with beta; else [B, H, K], [B, H, 1] or None.
       state: the state before this token, float32.
+      layer: given, state and moments are stacked over layers, with these first, and the one of this index is updated.
       beta: the delta rule's write strength.
       lam: strength of CCQ's contraction. None: the query is read with as it is.
       moments: CCQ's statistics before this token, given if lam is: `CCQState.moments`, or zeros.
@@ -65,15 +68,17 @@ def decode_step(
     elif log_decay is not None:
         one = getattr(log_decay, "shape", ())[-1:] == (1,)
         arrays += [("log_decay", log_decay, "B HV 1" if one else "B HV K")]
-    for name, value, dims in [*arrays, ("state", state, "B HV K V")]:
+    stacked = "" if layer is None else "L "
+    for name, value, dims in [*arrays, ("state", state, f"{stacked}B HV K V")]:
         validation.check_array(NAME, sizes, name, value, dims)
     heads, value_heads = sizes["H"], sizes["HV"]
     if value_heads % heads or (beta is None and value_heads != heads):
         wanted = "H" if beta is None else "a multiple of H"
         raise ValueError(f"{NAME}: v has HV={value_heads} heads; expected {wanted}, H={heads}")
-    statistics = _statistics(sizes, k if ccq_k is None else ccq_k, lam, ccq_log_decay, moments)
+    ccq_k = k if ccq_k is None else ccq_k
+    statistics = _statistics(sizes, stacked, ccq_k, lam, ccq_log_decay, moments)
     out, state, moments = dispatch.select(NAME, implementation).forward(
-        *(q, k, v, log_decay, beta, state.astype("float32"), statistics),
+        *(q, k, v, log_decay, beta, state.astype("float32"), statistics, layer),
         scale=validation.check_scale(NAME, scale, sizes["K"]),
         centered=centered,
     )
@@ -82,6 +87,7 @@ def decode_step(
 
 def _statistics(
     sizes: dict[str, int],
+    stacked: str,
     k: Array,
     lam: Array | None,
     log_decay: Array | None,
@@ -100,7 +106,7 @@ def _statistics(
     for name, value, dims in zip(
         CCQMoments._fields, moments, ("B H", "B H K", "B H K K"), strict=True
     ):
-        arrays += [(f"moments.{name}", value, dims)]
+        arrays += [(f"moments.{name}", value, stacked + dims)]
     for name, value, dims in arrays:
         validation.check_array(NAME, sizes, name, value, dims)
     moments = CCQMoments(*(x.astype("float32") for x in moments))

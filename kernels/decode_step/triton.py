@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kernels import triton_util
 from kernels.ccq_query.state import CCQMoments
@@ -29,12 +29,13 @@ def forward(
     v: Float[Array, "B HV V"],
     log_decay: Array | None,
     beta: Float[Array, "B HV"] | None,
-    state: Float[Array, "B HV K V"],
+    state: Array,
     statistics: Statistics | None,
+    layer: Int[Array, ""] | None,
     *,
     scale: float,
     centered: bool,
-) -> tuple[Float[Array, "B HV V"], Float[Array, "B HV K V"], CCQMoments | None]:
+) -> tuple[Float[Array, "B HV V"], Array, CCQMoments | None]:
     """Output, state and statistics after one token; see `kernels.decode_step`."""
     from kernels.decode_step.triton_kernels import memory_kernel
 
@@ -44,19 +45,20 @@ def forward(
     if statistics is not None:
         ccq_k, ccq_log_decay = statistics.k, statistics.log_decay
         count, mean = jax.new_ref(statistics.moments.count), jax.new_ref(statistics.moments.mean)
-        q, covariance = _condition(q, statistics, centered)
-    batch, heads, width, value_width = state.shape
+        q, covariance = _condition(q, statistics, layer, centered)
+    batch, heads, width, value_width = state.shape[-4:]
     columns = _tile(MEMORY_TILE, width, value_width, batch * heads)
     updated = jax.new_ref(state)
     out = triton_util.call(
         memory_kernel,
         *(q, k, v, _or(log_decay, q), _or(beta, q), updated),
-        *(ccq_k, _or(ccq_log_decay, q), count, mean),
+        *(ccq_k, _or(ccq_log_decay, q), count, mean, _or(layer, q)),
         out=jax.ShapeDtypeStruct(v.shape, v.dtype),
         scale=scale,
         grid=(batch * heads * -(-value_width // columns),),
         num_warps=MEMORY_WARPS,
         num_stages=1,
+        HEADS=0 if layer is None else batch * heads,
         GROUP=heads // k.shape[1],
         K=width,
         V=value_width,
@@ -74,8 +76,8 @@ def forward(
 
 
 def _condition(
-    q: Float[Array, "B H K"], statistics: Statistics, centered: bool
-) -> tuple[Float[Array, "B H K"], Float[Array, "B H K K"]]:
+    q: Float[Array, "B H K"], statistics: Statistics, layer: Int[Array, ""] | None, centered: bool
+) -> tuple[Float[Array, "B H K"], Array]:
     """The cleaned query, float32, and the covariance after this token."""
     from kernels.decode_step.triton_kernels import statistics_kernel
 
@@ -85,11 +87,12 @@ def _condition(
     updated = jax.new_ref(covariance)
     clean = triton_util.call(
         statistics_kernel,
-        *(q, k, lam, _or(log_decay, lam), count, mean, updated),
+        *(q, k, lam, _or(log_decay, lam), count, mean, updated, _or(layer, q)),
         out=jax.ShapeDtypeStruct(q.shape, jnp.float32),
         grid=(batch * heads * -(-width // rows),),
         num_warps=STATISTICS_WARPS,
         num_stages=1,
+        HEADS=0 if layer is None else batch * heads,
         K=width,
         WIDTH=_padded(width),
         ROWS=rows,

@@ -5,6 +5,9 @@ are updated in place, whatever order the tiles come in. A tile stays in register
 and its store. All blocks of `statistics_kernel` read the old count and mean, so `memory_kernel`, which
 comes after them, writes the new ones. Where a small tile has fewer elements than the block has
 threads, several load the same element: hence a barrier before what was loaded is overwritten.
+
+Where states are stacked over layers, each has HEADS heads (of all rows of the batch) and `layer` points
+to the index of the one to update. HEADS is 0 where they are not.
 """
 
 import triton
@@ -22,7 +25,9 @@ def statistics_kernel(
     count,
     mean,
     covariance,
+    layer,
     clean,
+    HEADS: tl.constexpr,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -39,13 +44,16 @@ def statistics_kernel(
     tile = tl.program_id(0) % tiles
     rows = tile * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
+    place = head
+    if HEADS:
+        place += tl.load(layer).to(tl.int64) * HEADS
     q += head * K
     k += head * K
-    mean += head * K
-    covariance += head * K * K
+    mean += place * K
+    covariance += place * K * K
 
     x = load_tile(covariance, rows, K, K, columns, K, K == WIDTH)
-    past, n = _count(count + head, log_decay + head, DECAY)
+    past, n = _count(count + place, log_decay + head, DECAY)
     left, right = load_vector(k, rows, K), load_vector(k, columns, K)
     if CENTERED:
         left = (past / n) * (left - load_vector(mean, rows, K))
@@ -80,8 +88,10 @@ def memory_kernel(
     ccq_log_decay,
     count,
     mean,
+    layer,
     out,
     scale,
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -105,7 +115,10 @@ def memory_kernel(
     head = (tl.program_id(0) // tiles).to(tl.int64)
     columns = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.arange(0, WIDTH)
-    state += head * K * V
+    place = head
+    if HEADS:
+        place += tl.load(layer).to(tl.int64) * HEADS
+    state += place * K * V
 
     x = load_tile(state, rows, K, V, columns, V, V % COLUMNS == 0)
     query = load_vector(q + head // GROUP * K, rows, K)
@@ -128,11 +141,13 @@ def memory_kernel(
     if CCQ:
         key_head = head // GROUP
         if tl.program_id(0) % (tiles * GROUP) == 0:
-            past, n = _count(count + key_head, ccq_log_decay + key_head, CCQ_DECAY)
+            count += place // GROUP
+            mean += place // GROUP * K
+            past, n = _count(count, ccq_log_decay + key_head, CCQ_DECAY)
             counted = load_vector(ccq_k + key_head * K, rows, K)
-            center = load_vector(mean + key_head * K, rows, K)
+            center = load_vector(mean, rows, K)
             # The sum would keep what rounding leaves of a mean that is forgotten.
             center = tl.where(past > 0, center + (counted - center) / n, counted)
             tl.debug_barrier()
-            tl.store(count + key_head, n)
-            tl.store(mean + key_head * K + rows, center, mask=rows < K)
+            tl.store(count, n)
+            tl.store(mean + rows, center, mask=rows < K)
