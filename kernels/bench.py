@@ -46,7 +46,7 @@ SAMPLE_SECONDS = 0.02
 
 def programs(
     operator: str, implementation: str, inputs: dict[str, Any], chunk_size: int | None
-) -> dict[str, _Program]:
+) -> dict[str, Program]:
     """The compiled forward, and forward with backward, by name; each holds its arguments."""
     function = getattr(kernels, operator)
 
@@ -66,10 +66,12 @@ def programs(
             (inputs, d_out),
         ),
     }
-    return {name: _Program(*program) for name, program in compiled.items()}
+    return {name: Program(*program) for name, program in compiled.items()}
 
 
-class _Program:
+class Program:
+    """A compiled program with its arguments, run twice to warm up."""
+
     def __init__(self, compiled: Any, arguments: tuple[Any, ...]):
         self.compiled, self.arguments = compiled, arguments
         started = time.perf_counter()
@@ -80,6 +82,7 @@ class _Program:
         self.calls = max(1, math.ceil(SAMPLE_SECONDS / seconds))
 
     def __call__(self) -> Any:
+        """Queues a call."""
         return self.compiled(*self.arguments)
 
     def sample(self) -> float:
@@ -123,12 +126,15 @@ def measure(
     *,
     dtype: str,
     decay: str = "mild",
+    segments: bool = False,
     chunk_size: int | None = None,
     repeats: int = 15,
 ) -> Iterator[dict[str, Any]]:
     """One record an implementation."""
     shape = shapes.SHAPES[name]
-    inputs = shapes.make_inputs(operator, shape, dtype=dtype, decay=decay, initial_state=False)
+    inputs = shapes.make_inputs(
+        operator, shape, dtype=dtype, decay=decay, segments=segments, initial_state=False
+    )
     compiled = {x: programs(operator, x, inputs, chunk_size) for x in implementations}
     samples: dict[tuple[str, str], list[float]] = {}
     for _ in range(repeats):
@@ -143,6 +149,7 @@ def measure(
             "sizes": shape._asdict(),
             "dtype": dtype,
             "decay": decay,
+            "segments": segments,
             "chunk_size": chunk_size,
         }
         for part, (operations, moved) in work(operator, shape, inputs).items():
@@ -197,6 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--decay", default="mild", choices=shapes.DECAYS, help="see shapes.make_inputs"
     )
+    parser.add_argument("--segments", action="store_true", help="a few documents a row")
     parser.add_argument("--chunk_size", type=int, help="default: the implementation's")
     parser.add_argument("--repeats", type=int, default=15, help="samples (default: %(default)s)")
     parser.add_argument("--peers", action="store_true", help="flash-linear-attention beside ours")
@@ -223,6 +231,7 @@ def main(argv: list[str] | None = None) -> int:
                 name,
                 dtype=dtype,
                 decay=args.decay,
+                segments=args.segments,
                 chunk_size=args.chunk_size,
                 repeats=args.repeats,
             )

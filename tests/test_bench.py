@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kernels import bench, peers, shapes
+from kernels import bench, curves, peers, shapes
 
 
 def test_one_record_an_implementation(capsys):
@@ -50,3 +50,26 @@ def test_a_peer_that_is_not_installed_is_reported(capsys):
         pytest.skip("it is installed")
     assert peers.main(["gated_delta_rule", "token", "bfloat16"]) == 1
     assert json.loads(capsys.readouterr().out)["unavailable"]
+
+
+def test_curves_cross_where_the_ratio_of_times_is_one():
+    def records(mixer, *ms):
+        lengths = 1024, 4096, 16384
+        return [
+            {"mixer": mixer, "batch": 1, "length": n, "forward_ms": x}
+            for n, x in zip(lengths, ms, strict=True)
+        ]
+
+    softmax = records("softmax attention", 1.0, 4.0, 64.0)
+    assert curves.crossing(softmax + records("a", 2.0, 8.0, 32.0), "a", "forward") == 8192
+    assert curves.crossing(softmax + records("a", 9.0, 9.0, 90.0), "a", "forward") is None
+
+
+def test_curves_measure_one_sequence_and_full_batches(capsys, tmp_path):
+    plot = tmp_path / "curves.png"
+    arguments = ["--lengths=16,32", "--heads=1", "--width=8", f"--out={plot}"]
+    assert curves.main(arguments) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    measured = [(x["batch"], x["length"]) for x in records if x.get("mixer") == "softmax attention"]
+    assert measured == [(1, 16), (1, 32), (2, 16)]
+    assert plot.stat().st_size > 0
