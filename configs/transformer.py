@@ -5,6 +5,9 @@ r"""A Llama-like transformer (RoPE, SwiGLU): the softmax baseline, Transformer++
     python train.py --config=configs/transformer.py --workdir=/tmp/transformer
     python eval.py --config=configs/transformer.py --workdir=/tmp/transformer
 
+`tiny` ends after 240 steps at 2.216 nats a byte on held-out files (3.198 bits; a unigram model has
+3.320 nats) and takes some four minutes on two CPU cores (Python 3.11, JAX 0.10.2, float32).
+
 Parameters: tiny 1.1M, 500M 509M, 1.3B 1.364B.
 All sizes but `tiny` ask for tokenised data:
 
