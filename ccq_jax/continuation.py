@@ -93,7 +93,7 @@ class Stream:
 def describe_speed(prompt: int, prompt_seconds: float, output: int, output_seconds: float) -> str:
     """Tokens and tokens a second, in words."""
     return "; ".join(
-        f"{name}: {count} tokens, {count / max(seconds, 1e-9):.0f} tokens/s"
+        f"{name}: {count} tokens in {seconds:.2f} s, {count / max(seconds, 1e-9):.0f} tokens/s"
         for name, count, seconds in (
             ("prompt", prompt, prompt_seconds),
             ("output", output, output_seconds),

@@ -76,7 +76,7 @@ def _print_texts(
             pass
         for number, (prompt, row) in enumerate(zip(shown, stream.rows, strict=True), 1):
             print(f"--- {number}\n{prompt}{row.text}")
-    print(f"[{stream.speed()}]", file=sys.stderr)
+    print(f"[{stream.speed()}; compilation included]", file=sys.stderr)
 
 
 def _step_name(text: str) -> str | int:

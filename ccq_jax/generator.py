@@ -114,37 +114,30 @@ class Generator:
           max_tokens: of output, for each prompt.
           sampling, seed: how tokens are drawn; the same seed gives the same tokens.
           stop: a text ends before the first of these strings.
-          batch_size: prompts worked on together, longest first, filled up so that all batches have
-            one shape; 0 is all of them. With it, `state` must have one row.
+          batch_size: prompts worked on together, longest first, in batches of one shape; 0 is all
+            of them. With it, `state` must have one row.
         """
-        size = min(batch_size or len(prompts), len(prompts)) or 1
-        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        if size == len(prompts):
-            order = list(range(len(prompts)))
+        stream = functools.partial(
+            self.stream, max_tokens=max_tokens, sampling=sampling, state=state, stop=stop
+        )
         rows: dict[int, Continuation] = {}
-        seconds, asked = np.zeros(2), 0
-        for start in range(0, max(len(prompts), 1), size):
-            chosen = order[start : start + size]
-            filled = [prompts[i] for i in chosen] + [prompts[i] for i in chosen[:1]] * (
-                size - len(chosen)
-            )
-            run = self.stream(
-                filled, max_tokens=max_tokens, sampling=sampling, seed=seed + start, state=state,
-                stop=stop,
-            )  # fmt: skip
+        asked, seconds = 0, np.zeros(2)
+        for number, chosen in enumerate(_batches(prompts, batch_size)):
+            run = stream([prompts[i] for i in chosen], seed=seed + number)
             for _ in run:
                 pass
-            rows |= dict(zip(chosen, run.rows, strict=False))
-            asked += sum(run.prompt_tokens[: len(chosen)])
+            new = [place for place, i in enumerate(chosen) if i not in chosen[:place]]
+            rows |= {chosen[place]: run.rows[place] for place in new}
+            asked += sum(run.prompt_tokens[place] for place in new)
             seconds += run.prompt_seconds, run.output_seconds
         done = [rows[i] for i in range(len(prompts))]
-        count = sum(len(row.tokens) for row in done)
         return Generated(
-            [row.text for row in done],
-            [row.tokens for row in done],
-            asked,
-            count,
-            *seconds.tolist(),
+            texts=[row.text for row in done],
+            tokens=[row.tokens for row in done],
+            prompt_tokens=asked,
+            output_tokens=sum(len(row.tokens) for row in done),
+            prompt_seconds=float(seconds[0]),
+            output_seconds=float(seconds[1]),
         )
 
     def stream(
@@ -248,3 +241,14 @@ class Generator:
             tokens, cache, key = step(tokens, cache, key)
             yield np.asarray(done)
         yield np.asarray(tokens)
+
+
+def _batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[int]]:
+    """Indices of the prompts of each batch; the last batch repeats its first to be as large."""
+    if not 0 < size < len(prompts):
+        yield list(range(len(prompts)))
+        return
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    for start in range(0, len(order), size):
+        chosen = order[start : start + size]
+        yield chosen + chosen[:1] * (size - len(chosen))

@@ -82,13 +82,12 @@ def test_a_prompt_read_in_pieces_is_the_prompt_read_at_once(variant, monkeypatch
     assert models.error(pieces, whole) < 1e-5
 
 
-@pytest.mark.parametrize("variant", ["gdn_decay", "gla_ccq"])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(cuts=st.lists(st.integers(0, 40), min_size=2, max_size=2), prefix=st.integers(1, 20))
 def test_a_state_kept_in_a_file_continues_as_if_nothing_had_happened(
-    variant, tmp_path_factory, cuts, prefix
+    tmp_path_factory, cuts, prefix
 ):
-    out = generator(variant)
+    out = generator("gdn_decay")
     text = models.tokens(1, 64, seed=3)[0].tolist()
     path = tmp_path_factory.mktemp("state") / "prefix.safetensors"
     out.save(out.read([text[:prefix]]), path)
