@@ -95,7 +95,7 @@ def test_a_trained_run_is_evaluated_part_by_part(run):
 
 def test_the_reported_loss_is_that_of_the_validation_data(run):
     config, workdir = run
-    result = evaluate(config, workdir, parts=["language"])["language"]["results"]
+    result = evaluate(config, workdir, suite=["language"])["language"]["results"]
     model = checkpoint.load_model(workdir).model
     nats, targets, size = 0.0, 0, 0
     for batch in validation_batches(config):
@@ -115,7 +115,7 @@ def test_lambda_can_be_fixed_for_a_test(run):
         plain, fixed = config.copy_and_resolve_references(), config.copy_and_resolve_references()
     fixed.model.ccq.fixed_lambda = 4.0
     learned, four = (
-        evaluate(c, workdir, parts=["language"])["language"]["results"]["loss"]
+        evaluate(c, workdir, suite=["language"])["language"]["results"]["loss"]
         for c in (plain, fixed)
     )
     assert learned != four
@@ -124,7 +124,7 @@ def test_lambda_can_be_fixed_for_a_test(run):
 def test_what_cannot_be_evaluated_is_refused(run):
     config, workdir = run
     with pytest.raises(ValueError, match="'lenght'"):
-        evaluate(config, workdir, parts=["lenght"])
+        evaluate(config, workdir, suite=["lenght"])
     other = config.copy_and_resolve_references()
     other.model.hidden_size = 64
     with pytest.raises(ValueError, match=r"model\.hidden_size.* 32.* 64|.* 64.* 32"):

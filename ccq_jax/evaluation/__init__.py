@@ -1,5 +1,6 @@
-"""Evaluation of a trained run: `evaluate(config, workdir)` writes results, a table and plots."""
+"""Evaluation of a checkpoint: `evaluate(config, workdir)` writes results, tables and plots."""
 
-from ccq_jax.evaluation.evaluate import PARTS, evaluate
+from ccq_jax.evaluation.evaluate import evaluate
+from ccq_jax.evaluation.parts import PARTS, SUITES
 
-__all__ = ["PARTS", "evaluate"]
+__all__ = ["PARTS", "SUITES", "evaluate"]

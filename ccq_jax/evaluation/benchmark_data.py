@@ -1,12 +1,16 @@
 """Where the benchmarks' examples come from: copies in a folder, else the Hugging Face hub.
 
 A copy of the dataset OWNER/NAME lies in DATA_DIR/OWNER/NAME: the files of the hub as they are, what
-`datasets` saves to disk, or a file SPLIT.jsonl, below a folder CONFIG where there are several. Only
-data files are read (JSON, Parquet, Arrow, text, the first two also in a zip): no code of a dataset is
-run and nothing is unpickled.
+`datasets` saves to disk, or a file SPLIT.jsonl, below a folder CONFIG where there are several:
+
+    hf download --repo-type dataset OWNER/NAME --local-dir DATA_DIR/OWNER/NAME
+
+Only data files are read (JSON, text, Parquet, Arrow, the first two also in a zip): no code of a dataset
+is run and nothing is unpickled.
 """
 
 import dataclasses
+import functools
 import gzip
 import hashlib
 import io
@@ -161,13 +165,10 @@ class DataFolder:
             for revision in ("main", _CONVERTED):
                 info = HfApi().dataset_info(dataset.name, revision=revision, timeout=10)
                 names = [sibling.rfilename for sibling in info.siblings or ()]
-                found = _choose(
-                    dataset,
-                    names,
-                    lambda name, revision=revision: Path(
-                        hf_hub_download(dataset.name, name, repo_type="dataset", revision=revision)
-                    ),
+                fetch = functools.partial(
+                    hf_hub_download, dataset.name, repo_type="dataset", revision=revision
                 )
+                found = _choose(dataset, names, lambda name: Path(fetch(name)))  # noqa: B023
                 if found is not None:
                     return found
             problem = "the hub has no data file of it"
@@ -180,12 +181,8 @@ class DataFolder:
 
     def _instructions(self, dataset: Dataset, problem: str) -> str:
         place = f"{self.folder or 'DATA_DIR'}/{dataset.name}"
-        given = "" if self.folder else ", with --data_dir=DATA_DIR"
-        return (
-            f"the dataset {dataset} was not found and could not be fetched ({problem}). Put a copy "
-            f"into {place}{given}: hf download --repo-type dataset {dataset.name} "
-            f"--local-dir {place}"
-        )
+        given = "" if self.folder else " of --data_dir=DATA_DIR"
+        return f"{dataset}: put a copy into {place}{given}; it could not be fetched ({problem})"
 
 
 def _choose(dataset: Dataset, names: Sequence[str], locate: Callable[[str], Path]) -> Found | None:
