@@ -182,6 +182,10 @@ def read_parameters(
       config: the complete `config.model`.
       shapes: of the parameters, by path.
     """
+    if config.num_layers > len(folder.entries):  # a table of so many layers may not be buildable
+        raise ValueError(
+            f"num_hidden_layers is {config.num_layers}: the files hold {len(folder.entries)} tensors"
+        )
     table = dict(tensors(config))
     files = _file_names(folder, config)
     _check_tensors(table, shapes, folder, files)

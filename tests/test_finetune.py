@@ -1,5 +1,7 @@
 """Runs that begin from a trained model, train CCQ alone, or average their parameters."""
 
+import importlib.util
+import json
 import shutil
 from pathlib import Path
 
@@ -11,9 +13,9 @@ import pytest
 from flax import nnx
 from training import assert_trees_equal, saved, tiny_config
 
-from ccq_jax import finetune, interop, step
+from ccq_jax import curves, finetune, interop, metrics, step
 from ccq_jax.checkpoint import load_model
-from ccq_jax.config import default, resolve
+from ccq_jax.config import default, resolve, validate
 from ccq_jax.sharding import make_mesh
 from ccq_jax.train import ConfigError, train
 from ccq_jax.workdir import CHECKPOINTS
@@ -91,7 +93,7 @@ def test_only_ccq_is_trained_where_that_is_asked(backbone, tmp_path, capsys):
         np.testing.assert_array_equal(after[name], x, err_msg=name)
     bias = after["layers/mixer/ccq/lambda_proj/bias"]
     # Adam's first steps are of the learning rate's size, here 10 times 3e-3 and less at the end.
-    assert (np.abs(bias + 8) > 1e-3).all() and (np.abs(bias + 8) < 0.061).all()
+    assert (np.abs(bias + 8) > 1e-2).all() and (np.abs(bias + 8) < 0.061).all()
     moments = [x for name, x in saved(tmp_path / "run").items() if "opt_state" in name]
     assert sum(x.size for x in moments) < 4 * sum(
         x.size for name, x in after.items() if "/ccq/" in name
@@ -120,6 +122,36 @@ def test_backbones_that_cannot_be_are_refused(backbone, tmp_path):
     with pytest.raises(ConfigError, match=r"model.ccq.enabled must be True"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_config_file_says_what_it_needs(tmp_path):
+    path = Path(__file__).parents[1] / "configs" / "ccq_finetune.py"
+    spec = importlib.util.spec_from_file_location("ccq_finetune", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    validate(module.get_config())
+    with pytest.raises(ConfigError, match="init_from is 'BACKBONE': it must be the workdir"):
+        train(module.get_config(), tmp_path / "run")
+
+
+def test_curves_of_runs_go_on_where_their_backbone_ended(backbone, tmp_path):
+    directory, _ = backbone
+    for seed, last in ((1, 1.5), (2, 1.0)):
+        workdir = tmp_path / f"ccq-{seed}"
+        workdir.mkdir()
+        config = {"seed": seed, "model": {}, "data": {}, "train": {}}
+        config["init_from"] = str(directory / "run")
+        (workdir / "config.json").write_text(json.dumps(config))
+        (workdir / "metrics.jsonl").write_text(json.dumps({"step": 2, "eval/loss": last}) + "\n")
+    found = curves.read_curve(tmp_path / "ccq-1")
+    before = metrics.read(directory / "run")[-1]["eval/loss"]
+    assert (found.label, found.start, found.steps.tolist()) == ("ccq", 4, [4, 6])
+    assert found.losses.tolist() == [before, 1.5]
+    runs = [directory / "run", tmp_path / "ccq-1", tmp_path / "ccq-2"]
+    curves.main([*map(str, runs), f"--out={tmp_path / 'curves.png'}"])
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match="holds no run"):
+        curves.main([str(tmp_path), f"--out={tmp_path / 'curves.png'}"])
 
 
 def averages(workdir: Path, number: int):

@@ -129,6 +129,7 @@ def test_missing_unknown_and_misshapen_tensors_are_all_listed(checkpoint):
         ("norm_eps", "small", "config.json has a value of a wrong type"),
         ("num_heads", 0, "config.json has a value of a wrong type or size"),
         ("hidden_size", -64, "model.hidden_size is -64: it must be at least 1"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000: the files hold 31 tensors"),
         ("ccq", 3, "config.json has a value of a wrong type"),
         ("ccq", {"lamda_max": 2.0}, "ccq.lamda_max is unknown: ccq has decay, centered"),
     ],
