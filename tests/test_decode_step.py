@@ -27,6 +27,7 @@ lowers = pytest.mark.skipif(
 on_gpu = pytest.mark.skipif(
     triton_util.unavailable() is not None, reason=str(triton_util.unavailable())
 )
+HERE = [x for x in ("scan", "triton") if dispatch.unavailable("decode_step", x) is None]
 each_backbone = pytest.mark.parametrize("backbone", check_decode.BACKBONES)
 
 
@@ -103,9 +104,10 @@ def test_without_ccq_the_query_reads_as_it_is(backbone):
     assert (kernels.decode_step(**token)[0] != out).any()
 
 
+@pytest.mark.parametrize("implementation", HERE)
 @each_backbone
-def test_one_layer_of_several_is_updated_and_the_others_stay(backbone):
-    token = one_token(inputs_of(backbone))
+def test_one_layer_of_several_is_updated_and_the_others_stay(backbone, implementation):
+    token = one_token(inputs_of(backbone)) | {"implementation": implementation}
     names = ("state", "moments")
     stacked = {
         name: jax.tree.map(lambda x: jnp.stack([x, -x, 2 * x]), token[name]) for name in names

@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import pytest
 from flax import nnx
@@ -152,6 +153,25 @@ def test_batch_parallel_gives_each_device_its_share():
         out = jax.jit(batch_parallel(kernel))(jnp.zeros((16, 3)))
     assert shapes == [(2, 3)]
     assert out.sharding.spec == BATCH
+
+
+def test_generation_is_the_same_over_the_mesh():
+    model, x = models.cached("gdn_decay"), models.tokens(8, 6)
+    graph, params = nnx.split(model)
+
+    def logits_and_cache():
+        call = jax.jit(lambda params, *args: nnx.merge(graph, params).prefill(*args))
+        step = jax.jit(lambda params, *args: nnx.merge(graph, params).step(*args))
+        logits, cache = call(params, x[:, :4], model.init_cache(8, 6))
+        for t in (4, 5):
+            logits, cache = step(params, x[:, t], cache)
+        return logits, cache.layers.state
+
+    expected = logits_and_cache()
+    with jax.set_mesh(make_mesh(2, 4)):
+        found = logits_and_cache()
+    for y, want in zip(found, expected, strict=True):
+        assert models.error(y, want) < 1e-5
 
 
 def test_shard_batch_cuts_activations():
