@@ -4,10 +4,12 @@
 # make bench  set up .venv, time the operators on this machine, and check their accuracy
 #
 # PYTHON=python3.12 picks the interpreter (3.11 or later), WORKDIR where the demo's run goes.
+# EXTRAS=requirements-eval.txt installs lm-evaluation-harness as well (420 MB): without it its tests are skipped.
 PYTHON ?= python3
 VENV ?= .venv
 WORKDIR ?= runs/ccq_gdn
 JOBS ?= 2
+EXTRAS ?=
 BIN := $(VENV)/bin
 CONFIG := configs/ccq_gdn.py
 
@@ -33,7 +35,7 @@ bench: setup
 
 setup: $(VENV)/installed
 
-$(VENV)/installed: requirements.txt
+$(VENV)/installed: requirements.txt $(EXTRAS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "ccq_jax needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
 	       "Name another: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
@@ -41,7 +43,8 @@ $(VENV)/installed: requirements.txt
 	  echo "$(PYTHON) cannot make virtual environments (on Debian: apt install python3-venv)."; exit 1; }
 	@echo "Setting up $(VENV) (once, about a minute)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  $(addprefix -r ,requirements.txt $(EXTRAS))
 	@touch $@
 
 clean:
