@@ -225,10 +225,10 @@ def test_bench_has_a_record_a_batch(capsys, monkeypatch):
 @pytest.mark.parametrize("width", [8, 96, 512])
 def test_a_tile_fits_and_leaves_blocks_for_every_multiprocessor(monkeypatch, width, heads):
     monkeypatch.setattr(triton_util, "num_cores", lambda: 132)
-    for elements in (triton.STATISTICS_TILE, triton.MEMORY_TILE):
-        size = triton._tile(elements, width, 512, heads)
-        assert size >= triton.NARROWEST and size * width <= elements
-        assert size == triton.NARROWEST or heads * 512 // size >= 2 * 132
+    for elements, fewest in ((triton.STATISTICS_TILE, 8), (triton.MEMORY_TILE, 16)):
+        size = triton._tile(elements, width, 512, heads, fewest)
+        assert size >= 8 and size * width <= elements
+        assert size <= fewest or heads * 512 // size >= 2 * 132
 
 
 def abstract_mesh(size=1):

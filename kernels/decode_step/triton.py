@@ -20,7 +20,8 @@ unavailable = triton_util.unavailable
 # registers for several blocks on a multiprocessor.
 STATISTICS_TILE, STATISTICS_WARPS = 4096, 4
 MEMORY_TILE, MEMORY_WARPS = 8192, 4
-NARROWEST = 8
+# What a tile keeps however few the heads. The memory reads no less than a row of 16 elements.
+FEWEST_ROWS, FEWEST_COLUMNS = 8, 16
 
 
 def forward(
@@ -47,7 +48,7 @@ def forward(
         count, mean = jax.new_ref(statistics.moments.count), jax.new_ref(statistics.moments.mean)
         q, covariance = _condition(q, statistics, layer, centered)
     batch, heads, width, value_width = state.shape[-4:]
-    columns = _tile(MEMORY_TILE, width, value_width, batch * heads)
+    columns = _tile(MEMORY_TILE, width, value_width, batch * heads, FEWEST_COLUMNS)
     updated = jax.new_ref(state)
     out = triton_util.call(
         memory_kernel,
@@ -83,7 +84,7 @@ def _condition(
 
     k, lam, log_decay, (count, mean, covariance) = statistics
     batch, heads, width = k.shape
-    rows = _tile(STATISTICS_TILE, width, width, batch * heads)
+    rows = _tile(STATISTICS_TILE, width, width, batch * heads, FEWEST_ROWS)
     updated = jax.new_ref(covariance)
     clean = triton_util.call(
         statistics_kernel,
@@ -111,12 +112,12 @@ def _padded(width: int) -> int:
     return 1 << (width - 1).bit_length()
 
 
-def _tile(elements: int, width: int, length: int, heads: int) -> int:
+def _tile(elements: int, width: int, length: int, heads: int, fewest: int) -> int:
     """How many of `length` vectors of `width` elements a block takes.
 
     No more than a tile holds, and few enough that there are blocks for all multiprocessors.
     """
     size = min(elements // _padded(width), _padded(length))
-    while size > NARROWEST and heads * -(-length // size) < 2 * triton_util.num_cores():
+    while size > fewest and heads * -(-length // size) < 2 * triton_util.num_cores():
         size //= 2
     return size
