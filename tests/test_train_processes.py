@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from flax import nnx
 from training import lines
 
+from ccq_jax.checkpoint import load_model
+from ccq_jax.parameters import RunParameters
 from ccq_jax.workdir import checkpoint_steps
 
 TESTS = Path(__file__).parent
@@ -65,6 +69,13 @@ def test_two_processes_train_as_one_and_stop_together(tmp_path):
     stopped = checkpoint_steps(tmp_path / "pair")[-1]
     assert 4 < stopped < 12
     assert f"stopped by signal 15 at step {stopped}" in said
+
+    # One process reads what both wrote, one parameter after the other.
+    run = RunParameters(tmp_path / "pair")
+    whole = nnx.to_flat_state(nnx.state(load_model(tmp_path / "pair").model, nnx.Param))
+    assert len(whole) == len(run.shapes)
+    for path, leaf in whole:
+        np.testing.assert_array_equal(run.read(".".join(map(str, path))), leaf[...])
 
     # What two processes began, one ends.
     rest = launch(tmp_path / "pair", data, 0, 1, 0)
