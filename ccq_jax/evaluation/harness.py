@@ -13,6 +13,7 @@ ccq_jax.evaluation.harness` registers the model. Arguments in --model_args:
     rows               rows of 1024 tokens that each device works on together (8)
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -173,11 +174,10 @@ def main() -> None:
     """The harness's command line."""
     from lm_eval.__main__ import cli_evaluate
 
+    # The harness would fork for its bootstraps, which may hang: JAX has threads.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
     cli_evaluate()
 
 
 if __name__ == "__main__":
-    # As a module of its own name, so that the model is registered once, under its class.
-    from ccq_jax.evaluation import harness
-
-    harness.main()
+    main()
