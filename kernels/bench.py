@@ -12,10 +12,10 @@ however an implementation does it. *_peak_mib is what the compiled program holds
 and results. --peers adds flash-linear-attention's figures where it and a CUDA build of PyTorch are
 installed. Shapes are named in kernels/shapes.py: {shapes}.
 
-decode_step, which runs only where it is named, has figures of its own. step_ms is a call's time in a program
-of many: layers whose states no cache holds together, and several tokens. state_gbytes is the traffic of the
-states, read and written once a token, copy_gbytes that of x + 1 over a large array on the same device in
-turns with it, and fraction the one over the other.
+decode_step, which runs only where it is named, has mild decays and figures of its own. step_ms is a call's
+time in a program of many: layers whose states no cache holds together, and several tokens. state_gbytes is
+the traffic of the states, read and written once a token, copy_gbytes that of x + 1 over a large array on
+the same device in turns with it, and fraction the one over the other.
 """
 
 from __future__ import annotations
