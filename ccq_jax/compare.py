@@ -11,7 +11,6 @@ Intervals and tests are over examples: they say nothing of what another training
 
 import argparse
 import contextlib
-import csv
 import fnmatch
 import json
 import sys
@@ -22,12 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 from ccq_jax import plots
 from ccq_jax.evaluation import statistics
 from ccq_jax.evaluation.published import PUBLISHED
 from ccq_jax.evaluation.statistics import Difference, Examples, Interval
+from ccq_jax.evaluation.tables import Table
 from ccq_jax.workdir import write_atomically
 
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
@@ -130,32 +129,29 @@ def as_texts(cell: Cell | None) -> tuple[str, str]:
     return value, f"{mean:+.4g} [{low:+.4g}, {high:+.4g}] p={p:.2g} q={cell.q:.2g}"
 
 
-def header(runs: Sequence[Run]) -> list[str]:
-    """Names of the table's columns."""
-    return ["figure", runs[0].name] + [
-        name for run in runs[1:] for name in (run.name, f"{run.name} - {runs[0].name}")
-    ]
-
-
-def table(runs: Sequence[Run], rows: dict[str, list[Cell | None]]) -> list[list[str]]:
-    """The comparison as text, without its header."""
+def table(runs: Sequence[Run], rows: dict[str, list[Cell | None]]) -> Table:
+    """A row a figure; of each run its figure, and after the first how it differs from that one's."""
+    columns = ["figure", runs[0].name]
+    for run in runs[1:]:
+        columns += [run.name, f"{run.name} - {runs[0].name}"]
     lines = []
     for path, row in rows.items():
         line = [path, as_texts(row[0])[0]]
         for cell in row[1:]:
             line += as_texts(cell)
         lines.append(line)
-    return lines
+    return Table("Comparison", columns, lines)
 
 
-def published(rows: dict[str, list[Cell | None]]) -> list[list[str]]:
-    """Published figures of the same names: figure, model, value, source."""
-    return [
-        [path, row.model, f"{row.figures[path]:g}", row.source]
+def published(rows: dict[str, list[Cell | None]]) -> Table:
+    """Published figures of the same names."""
+    lines: list[list[str | float]] = [
+        [path, row.model, row.figures[path], row.source]
         for path in rows
         for row in PUBLISHED
         if path in row.figures
     ]
+    return Table("Published", ["figure", "model", "published", "source"], lines)
 
 
 def draw(data: tuple[Sequence[Run], dict[str, list[Cell | None]]]) -> Figure:
@@ -193,13 +189,9 @@ def draw(data: tuple[Sequence[Run], dict[str, list[Cell | None]]]) -> Figure:
 def write(folder: Path, runs: Sequence[Run], rows: dict[str, list[Cell | None]]) -> None:
     """comparison.md, .csv, .json and, where anything was tested, .png."""
     folder.mkdir(parents=True, exist_ok=True)
-    head, lines, others = header(runs), table(runs, rows), published(rows)
-    text = _markdown(head, lines)
-    if others:
-        text += "\n" + _markdown(["figure", "model", "published", "source"], others)
-    write_atomically(folder / "comparison.md", text)
-    with (folder / "comparison.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([head, *lines])
+    shown = [x for x in (table(runs, rows), published(rows)) if x.rows]
+    write_atomically(folder / "comparison.md", "\n".join(x.markdown() for x in shown))
+    write_atomically(folder / "comparison.csv", shown[0].csv())
     found = {
         path: {run.name: cell and cell._asdict() for run, cell in zip(runs, row, strict=True)}
         for path, row in rows.items()
@@ -207,11 +199,6 @@ def write(folder: Path, runs: Sequence[Run], rows: dict[str, list[Cell | None]])
     write_atomically(folder / "comparison.json", json.dumps(found, indent=2) + "\n")
     if any(cell and cell.difference for row in rows.values() for cell in row):
         plots.save(draw, (runs, rows), folder / "comparison.png")
-
-
-def _markdown(head: list[str], lines: list[list[str]]) -> str:
-    rows = [head, ["---"] * len(head), *lines]
-    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |\n" for row in rows)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -235,15 +222,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"compare: no figure matches {args.figures!r} in every run", file=sys.stderr)
         return 1
     console = Console(width=None if Console().is_terminal else 200)
-    for title, head, lines in (
-        ("Comparison", header(runs), table(runs, rows)),
-        ("Published", ["figure", "model", "published", "source"], published(rows)),
-    ):
-        if lines:
-            shown = Table(*head, title=title)
-            for line in lines:
-                shown.add_row(*line)
-            console.print(shown)
+    for shown in (table(runs, rows), published(rows)):
+        if shown.rows:
+            console.print(shown.rich())
     if args.out:
         write(Path(args.out).expanduser(), runs, rows)
         print(f"wrote {args.out}/comparison.md, .csv, .json")

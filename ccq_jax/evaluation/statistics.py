@@ -67,9 +67,11 @@ class Difference(NamedTuple):
 def interval(examples: Examples, seed: int = 0) -> Interval:
     """The confidence interval of the mean: Clopper and Pearson's of shares, else bootstrap (BCa)."""
     values, weights = examples
-    if np.isin(values, (0, 1)).all() and (weights == weights[0]).all():
-        test = stats.binomtest(int(values.sum()), len(values))
-        return Interval(*map(float, test.proportion_ci(LEVEL, method="exact")))
+    for whole in (1, 100):  # right answers, and right answers in %
+        if np.isin(values, (0, whole)).all() and (weights == weights[0]).all():
+            test = stats.binomtest(int((values > 0).sum()), len(values))
+            low, high = test.proportion_ci(LEVEL, method="exact")
+            return Interval(whole * float(low), whole * float(high))
     return _bootstrap(values, weights, seed)
 
 
