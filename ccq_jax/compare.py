@@ -29,6 +29,17 @@ from ccq_jax.evaluation.statistics import Difference, Examples, Interval
 from ccq_jax.evaluation.tables import Table
 from ccq_jax.workdir import write_atomically
 
+# Names of what results say beside figures.
+DESCRIPTIONS = (
+    "examples",
+    "documents",
+    "prompts",
+    "targets",
+    "trained",
+    "length",
+    "top",
+    "version",
+)
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 
 
@@ -75,7 +86,8 @@ def read_run(folder: str | Path) -> Run:
 def _flatten(tree: Any, path: str) -> Iterator[tuple[str, float]]:
     if isinstance(tree, dict):
         for name, value in tree.items():
-            yield from _flatten(value, f"{path}/{name}")
+            if name not in DESCRIPTIONS:
+                yield from _flatten(value, f"{path}/{name}")
     elif isinstance(tree, int | float) and not isinstance(tree, bool):
         yield path, float(tree)
 
