@@ -57,22 +57,6 @@ def cumulative_decay(pointer, rows, limit, H: tl.constexpr):
 
 
 @triton.jit
-def count_resets(pointer, at, rows, first, limit, H: tl.constexpr):
-    """Log decays of -inf up to each token of a chunk, up to the consecutive `rows` from `first` on,
-    and in the whole chunk."""
-    flags_at = _resets(pointer, at, limit, H)
-    before = tl.sum(tl.where(at < first, flags_at, 0), 0)
-    in_rows = tl.cumsum(_resets(pointer, rows, limit, H), 0)
-    return tl.cumsum(flags_at, 0), before + in_rows, tl.sum(flags_at, 0)
-
-
-@triton.jit
-def _resets(pointer, rows, limit, H: tl.constexpr):
-    g = tl.load(pointer + rows * H, mask=rows < limit, other=0.0).to(tl.float32)
-    return (g == float("-inf")).to(tl.int32)
-
-
-@triton.jit
 def last(x, at_end):
     """The element of a vector where `at_end` holds."""
     return tl.sum(tl.where(at_end, x, 0), 0)

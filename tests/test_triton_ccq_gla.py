@@ -128,7 +128,7 @@ def test_every_kernel_lowers_for_cuda(operator, name, dtype, decay):
 def test_segments_alone_lower_for_cuda(name, dtype):
     inputs = arguments("ccq_query", name, dtype)
     with jax.sharding.use_abstract_mesh(abstract_mesh()):
-        lowered = jax.jit(both_ways("ccq_query", equal_weights=True)).trace(*inputs)
+        lowered = jax.jit(both_ways("ccq_query", only_segments=True)).trace(*inputs)
         text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("triton_kernel_call") == 5
 

@@ -56,7 +56,7 @@ def ccq_query(
     validation.check_chunk_size(NAME, chunk_size)
     if not isinstance(centered, bool):
         raise TypeError(f"{NAME}: centered is {centered!r}; expected True or False")
-    equal_weights = log_decay is None
+    only_segments = log_decay is None
     if segment_ids is not None:
         validation.check_segments(NAME, sizes, segment_ids)
         if log_decay is None:
@@ -69,7 +69,7 @@ def ccq_query(
         NAME,
         implementation,
         inputs,
-        {"equal_weights": equal_weights},
+        {"only_segments": only_segments},
         centered=centered,
         chunk_size=chunk_size,
     )

@@ -18,7 +18,7 @@ from kernels.ccq_query import xla
 from kernels.ccq_query.state import CCQState
 
 unavailable = triton_util.unavailable
-HINTS = ("equal_weights",)  # log_decay, where it is given, holds 0 and -inf only
+HINTS = ("only_segments",)  # log_decay is 0, and -inf for all heads where a segment starts
 
 # Rows of 16-bit tiles: narrower ones are miscompiled, see `triton_kernels`.
 NARROWEST = 64
@@ -50,23 +50,23 @@ def forward(
     initial_state: CCQState,
     *,
     centered: bool,
-    equal_weights: bool = False,
+    only_segments: bool = False,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T H K"], CCQState, Residuals]:
     """Cleaned queries and final statistics; see `kernels.ccq_query`."""
     from kernels.ccq_query import triton_kernels
 
     batch, length, heads, width = q.shape
-    mode = _mode(q, log_decay, equal_weights)
+    mode = _mode(q, log_decay, only_segments)
     chunk, chunks = _chunks(q, mode, chunk_size)
     static = {"H": heads, "K": width, "C": chunk, "CENTERED": centered}
     static |= {"HAS_DECAY": mode == "decay", "RESETS": mode == "resets"}
-    decay = lam if log_decay is None else log_decay  # not read without decay
+    decays = (lam if log_decay is None else log_decay, _starts(log_decay, chunk, mode))
 
     config = _tiles("states", q, chunk, mode)
     counts, means, states, *final = triton_util.call(
         triton_kernels.states_kernel,
-        *(k, decay, _last_resets(log_decay, chunk, mode), *initial_state, length),
+        *(k, *decays, *initial_state, length),
         out=(
             f32((batch, heads, chunks + 1)),
             f32((batch, heads, chunks + 1, width)),
@@ -82,7 +82,7 @@ def forward(
     scalar, unused = f32((batch, length, heads)), f32((1,))
     out, p, mean_q, n, *_ = triton_util.call(
         triton_kernels.read_kernel,
-        *(q, k, lam, decay, q, counts, counts, means, states, length),
+        *(q, k, lam, *decays, q, counts, counts, means, states, length),
         out=(like(q), scalar, scalar, scalar, unused, unused, like(q, (1,)), unused, unused),
         grid=(chunk // config["R"] * chunks * batch * heads,),
         BACKWARD=False,
@@ -100,7 +100,7 @@ def backward(
     d_state: CCQState,
     *,
     centered: bool,
-    equal_weights: bool = False,
+    only_segments: bool = False,
     chunk_size: int | None = None,
 ) -> tuple[Any, ...]:
     """Gradients of q, k, lam, log_decay and initial_state."""
@@ -108,11 +108,11 @@ def backward(
 
     q, k, lam, log_decay, _, counts, means, states, n, p, mean_q = residuals
     batch, length, heads, width = q.shape
-    mode = _mode(q, log_decay, equal_weights)
+    mode = _mode(q, log_decay, only_segments)
     chunk, chunks = _chunks(q, mode, chunk_size)
     static = {"H": heads, "K": width, "C": chunk, "CENTERED": centered}
     static |= {"HAS_DECAY": mode == "decay", "RESETS": mode == "resets"}
-    decay = lam if log_decay is None else log_decay
+    decays = (lam if log_decay is None else log_decay, _starts(log_decay, chunk, mode))
     scalar, unused = f32((batch, length, heads)), f32((1,))
     d_out = d_out.astype(q.dtype)
 
@@ -121,7 +121,7 @@ def backward(
     terms = batch, heads, chunks, blocks
     d_q, p_g, mean_g, _, d_lam, past, shares, h_terms, kappa_terms = triton_util.call(
         triton_kernels.read_kernel,
-        *(d_out, k, lam, decay, q, p, counts, means, states, length),
+        *(d_out, k, lam, *decays, q, p, counts, means, states, length),
         out=(
             *(like(q), scalar, scalar, unused, scalar, scalar),
             *(like(q), f32((*terms, width)), f32(terms)),
@@ -132,12 +132,12 @@ def backward(
         **config,
     )
     config = _tiles("adjoint", q, chunk, mode)
-    parts, tiles = -(-width // config["BT"]), _triangle(width, config["BT"])
-    last_resets = _last_resets(log_decay, chunk, mode)
+    parts = -(-width // config["BJ"])
+    tiles = -(-width // config["BI"]) * parts
     polynomial = _polynomial(d_state, means[:, :, -1] if centered else None)
     kappas, hs, slopes, fs, crossings = triton_util.call(
         triton_gradients.adjoint_kernel,
-        *(shares, d_out, decay, last_resets, h_terms, kappa_terms, counts, means, states),
+        *(shares, d_out, *decays, h_terms, kappa_terms, counts, means, states),
         *polynomial,
         length,
         out=(
@@ -155,7 +155,7 @@ def backward(
     config = _tiles("keys", q, chunk, mode)
     d_k, d_log_decay = triton_util.call(
         triton_gradients.keys_kernel,
-        *(q, k, d_out, lam, decay, n, p, p_g, mean_q, mean_g, past, counts, means),
+        *(q, k, d_out, lam, *decays, n, p, p_g, mean_q, mean_g, past, counts, means),
         *(kappas, hs, slopes, fs, crossings, length),
         out=(like(q), scalar),
         grid=(chunk // config["R"] * chunks * batch * heads,),
@@ -183,11 +183,11 @@ def like(x: Array, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype)
 
 
-def _mode(q: Array, log_decay: Array | None, equal_weights: bool) -> str:
-    """How tokens are weighted: by "decay", or equally since the last of "resets", or of "all"."""
+def _mode(q: Array, log_decay: Array | None, only_segments: bool) -> str:
+    """Whose keys count for a token: "all", since the last of "resets", or all with "decay"."""
     if log_decay is None:
         return "all"
-    return "resets" if equal_weights and q.dtype != jnp.float32 else "decay"
+    return "resets" if only_segments and q.dtype != jnp.float32 else "decay"
 
 
 def _chunks(q: Array, mode: str, chunk_size: int | None) -> tuple[int, int]:
@@ -206,15 +206,16 @@ def _triangle(width: int, tile: int) -> int:
     return n * (n + 1) // 2
 
 
-def _last_resets(log_decay: Array | None, chunk: int, mode: str) -> Int[Array, "B H N"]:
-    """The place of each chunk's last reset in it, or -1; for "resets" alone."""
+def _starts(log_decay: Array | None, chunk: int, mode: str) -> Int[Array, "B T"]:
+    """Where in its chunk each token's segment starts, -1 if before it; for "resets" alone."""
     if mode != "resets" or log_decay is None:
         return jnp.zeros(1, jnp.int32)
-    batch, length, heads = log_decay.shape
-    padding = (0, 0), (0, -length % chunk), (0, 0)
-    resets = jnp.pad(jnp.isneginf(log_decay), padding).reshape(batch, -1, chunk, heads)
-    places = jnp.where(resets, jnp.arange(chunk, dtype=jnp.int32)[:, None], -1)
-    return places.max(2).swapaxes(1, 2)
+    resets = jnp.isneginf(log_decay[..., 0])
+    batch, length = resets.shape
+    resets = jnp.pad(resets, ((0, 0), (0, -length % chunk))).reshape(batch, -1, 1, chunk)
+    place = jnp.arange(chunk, dtype=jnp.int32)
+    seen = resets & (place <= place[:, None])
+    return jnp.where(seen, place, -1).max(-1).reshape(batch, -1)[:, :length]
 
 
 def _tiles(kernel: str, q: Array, chunk: int, mode: str) -> dict[str, int]:
@@ -225,28 +226,34 @@ def _tiles(kernel: str, q: Array, chunk: int, mode: str) -> dict[str, int]:
     widest = max(narrowest, 1 << (width - 1).bit_length())
     sequential = kernel in ("states", "adjoint")
 
-    def candidate(tile: int, rows: int, num_warps: int, num_stages: int) -> dict[str, int]:
-        tile, rows = min(tile, widest), min(rows, chunk)
-        sizes = {"BT": tile, "S": rows} if sequential else {"BK": tile, "BN": narrow, "R": rows}
+    def candidate(a: int, b: int, rows: int, num_warps: int, num_stages: int) -> dict[str, int]:
+        a, b, rows = min(a, widest), min(b, widest), min(rows, chunk)
+        if kernel == "states":
+            sizes = {"BT": a, "S": rows}
+        elif kernel == "adjoint":
+            sizes = {"BI": a, "BJ": b, "S": rows}
+        else:
+            sizes = {"BK": a, "BN": b, "R": rows}
         return sizes | {"num_warps": num_warps, "num_stages": num_stages}
 
-    narrow = min(32 if full else 64, widest)
     if full:
-        candidates = [candidate(32, 32 if sequential else 64, 4, 1)]
+        candidates = [candidate(32, 32, 32 if sequential else 64, 4, 1)]
     elif kernel == "states":
-        candidates = [candidate(64, 128, 4, 2)]
+        wide = [candidate(128, 128, 128, 8, 2)] if widest == 128 else []
+        candidates = [*wide, candidate(64, 64, 128, 4, 2), candidate(64, 64, 64, 4, 2)]
     elif kernel == "adjoint":
-        candidates = [candidate(64, 32, 4, 4), candidate(64, 32, 4, 2)]
+        candidates = [candidate(128, 64, 32, 4, 4), candidate(64, 64, 32, 4, 3)]
     else:
         # As much as stays in shared memory.
         whole = widest if widest <= (256 if kernel == "read" else 128) else 64
-        candidates = [candidate(whole, 64, 4, 2), candidate(64, 64, 4, 2)]
+        candidates = [candidate(whole, 64, 64, 4, 2), candidate(64, 64, 64, 4, 2)]
 
     def shared(config: Mapping[str, int]) -> int:
         stages = config["num_stages"]
-        if sequential:
-            operands = 1 if kernel == "states" else 2
-            elements = stages * operands * config["S"] * 2 * config["BT"]
+        if kernel == "states":
+            elements = stages * config["S"] * 2 * config["BT"]
+        elif kernel == "adjoint":
+            elements = stages * 2 * config["S"] * (config["BI"] + config["BJ"])
         else:
             a, b, rows = config["BK"], config["BN"], config["R"]
             kept = a if a >= width else 0
@@ -292,6 +299,8 @@ def _initial_gradient(
     rows = (r.q, r.k, r.lam, r.log_decay, r.initial_state, r.n, r.mean_q, mean_g, d_out, d_state)
 
     def of_row(row: Any) -> CCQState:
+        # A loop of one row is unrolled; the barriers keep what comes before and after out of it.
+        row = jax.lax.optimization_barrier(row)
         q, k, lam, log_decay, initial, n, mean_q, mean_g, g, d_state = row
         one = jax.tree.map(lambda x: x[None], (jnp.ones_like(lam), log_decay, initial))
         q, k, g = (x.astype(jnp.float32) for x in (q, k, g))
@@ -307,6 +316,6 @@ def _initial_gradient(
         d_sum = d_state.key_sum - einsum("th,thk->hk", share * mean_q, g)
         d_sum = d_sum - einsum("th,thk->hk", share * mean_g, q)
         d_outer = d_state.key_outer + einsum("thi,thj->hij", share[..., None] * g, q)
-        return CCQState(d_count, d_sum, d_outer)
+        return jax.lax.optimization_barrier(CCQState(d_count, d_sum, d_outer))
 
     return jax.lax.map(of_row, rows)

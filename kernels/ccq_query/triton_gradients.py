@@ -3,9 +3,8 @@
 import triton
 import triton.language as tl
 
-from kernels.ccq_query.triton_kernels import load_origin, store_symmetric, triangle
+from kernels.ccq_query.triton_kernels import last_start, load_origin
 from kernels.triton_blocks import (
-    count_resets,
     cumulative_decay,
     dot,
     load_tile,
@@ -17,38 +16,40 @@ from kernels.triton_blocks import (
 
 @triton.jit
 def adjoint_kernel(
-    shares, g, log_decay, resets, h_terms, kappa_terms, counts, means, states,
+    shares, g, log_decay, starts, h_terms, kappa_terms, counts, means, states,
     kappa_end, h_end, f_end, length,
     kappas, hs, slopes, fs, crossings,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BT: tl.constexpr,
-    BLOCKS: tl.constexpr, HAS_DECAY: tl.constexpr, RESETS: tl.constexpr, CENTERED: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
+    BI: tl.constexpr, BJ: tl.constexpr, BLOCKS: tl.constexpr,
+    HAS_DECAY: tl.constexpr, RESETS: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     """One tile of F from the last token to the first, S a step; writes phi as chunk ends see it.
 
     `shares` is a_t q_t as of the chunk's start. kappa and h are sums over tiles: each tile writes
-    the part that its F and its share made, and that of its mirror image. `slopes` is h - F origin,
-    the gradient at a key of 0. With decays also the sum of phi over all keys before the chunk, from
-    the state at its start. RESETS: as in `states_kernel`. BLOCKS: in how many parts a chunk's terms
-    come.
+    the part that its F and its share made. `slopes` is h - F origin, the gradient at a key of 0.
+    With decays also the sum of phi over all keys before the chunk, from the state at its start.
+    BLOCKS: in how many parts a chunk's terms come. Symmetric tiles once, as for states, would spare
+    six of sixteen, but each then has twice the sums across warps, which takes longer.
     """
-    tiles_n: tl.constexpr = (K + BT - 1) // BT
-    tiles: tl.constexpr = tiles_n * (tiles_n + 1) // 2
-    even: tl.constexpr = K % BT == 0
+    tiles_j: tl.constexpr = (K + BJ - 1) // BJ
+    tiles: tl.constexpr = (K + BI - 1) // BI * tiles_j
+    even_i: tl.constexpr = K % BI == 0
+    even_j: tl.constexpr = K % BJ == 0
     steps: tl.constexpr = C // S
     stride: tl.constexpr = H * K
     sequence = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
-    tile_i, tile_j = triangle(tile, tiles_n)
-    off_diagonal = tile_i != tile_j
+    tile_i = tile // tiles_j
+    tile_j = tile % tiles_j
     batch, head = sequence // H, sequence % H
     chunks = (length + C - 1) // C
     at = tl.arange(0, S)
-    i = tile_i * BT + tl.arange(0, BT)
-    j = tile_j * BT + tl.arange(0, BT)
+    i = tile_i * BI + tl.arange(0, BI)
+    j = tile_j * BJ + tl.arange(0, BJ)
     shares += batch * length * stride + head * K
     g += batch * length * stride + head * K
     log_decay += batch * length * H + head
-    resets += sequence * chunks
+    starts += batch * length
     h_terms += sequence * chunks * BLOCKS * K
     kappa_terms += sequence * chunks * BLOCKS
     counts += sequence * (chunks + 1)
@@ -56,17 +57,14 @@ def adjoint_kernel(
     states += sequence * (chunks + 1) * K * K
     kappas += sequence * chunks * tiles + tile
     crossings += sequence * chunks * tiles + tile
-    hs += sequence * chunks * tiles_n * K
-    slopes += sequence * chunks * tiles_n * K
+    hs += sequence * chunks * tiles_j * K + tile_j * K
+    slopes += sequence * chunks * tiles_j * K + tile_j * K
     fs += sequence * chunks * K * K
 
-    # The mirror image of a tile on the diagonal is the tile itself, and counts once.
-    mirror = off_diagonal.to(tl.float32)
-    own = 1.0 - mirror
-    first = (tile == 0).to(tl.float32)
-    f = load_tile(f_end + sequence * K * K, i, K, K, j, K, even)
-    h_i = load_vector(h_end + sequence * K, i, K) * own
-    h_j = tl.zeros([BT], tl.float32)
+    f = load_tile(f_end + sequence * K * K, i, K, K, j, K, even_j)
+    first_j = (tile_j == 0).to(tl.float32)
+    first = first_j * (tile_i == 0).to(tl.float32)
+    h = load_vector(h_end + sequence * K, i, K) * first_j
     kappa = tl.load(kappa_end + sequence) * first
     origin_i = load_origin(means + chunks * K, i, K, CENTERED)
     origin_j = load_origin(means + chunks * K, j, K, CENTERED)
@@ -74,36 +72,27 @@ def adjoint_kernel(
         step = chunks * steps - 1 - back
         if back % steps == 0:
             chunk = (step // steps).to(tl.int64)
-            part_i = (chunk * tiles_n + tile_j) * K + i
-            part_j = (chunk * tiles_n + tile_i) * K + j
+            part = chunk * tiles_j * K + i
             rounded = f.to(fs.dtype.element_ty)
-            slope_i, slope_j = h_i, h_j
             if CENTERED:
                 new_i = load_vector(means + chunk * K, i, K)
                 new_j = load_vector(means + chunk * K, j, K)
-                moved_i = tl.sum(f * (new_j - origin_j)[None, :], 1)
-                moved_j = tl.sum(f * (new_i - origin_i)[:, None], 0) * mirror
-                kappa += tl.sum((new_i - origin_i) * (h_i + 0.5 * moved_i), 0)
-                kappa += tl.sum((new_j - origin_j) * (h_j + 0.5 * moved_j), 0)
-                h_i += moved_i
-                h_j += moved_j
+                moved = tl.sum(f * (new_j - origin_j)[None, :], 1)
+                kappa += tl.sum((new_i - origin_i) * (h + 0.5 * moved), 0)
+                h += moved
                 origin_i, origin_j = new_i, new_j
-                exact = rounded.to(tl.float32)
-                slope_i = h_i - tl.sum(exact * new_j[None, :], 1)
-                slope_j = h_j - tl.sum(exact * new_i[:, None], 0) * mirror
-            store_symmetric(fs + chunk * K * K, rounded, i, j, off_diagonal, K, even)
-            tl.store(hs + part_i, h_i, mask=i < K)
-            tl.store(slopes + part_i, slope_i, mask=i < K)
-            if off_diagonal:
-                tl.store(hs + part_j, h_j, mask=j < K)
-                tl.store(slopes + part_j, slope_j, mask=j < K)
+                slope = h - tl.sum(rounded.to(tl.float32) * new_j[None, :], 1)
+            else:
+                slope = h
+            store_tile(fs + chunk * K * K, rounded, i, K, K, j, K, even_j)
+            tl.store(hs + part, h, mask=i < K)
+            tl.store(slopes + part, slope, mask=i < K)
             tl.store(kappas + chunk * tiles, kappa)
             if HAS_DECAY:
-                sigma = load_tile(states + chunk * K * K, i, K, K, j, K, even).to(tl.float32)
-                crossing = kappa + 0.5 * (1.0 + mirror) * tl.sum(tl.sum(f * sigma, 1), 0)
+                sigma = load_tile(states + chunk * K * K, i, K, K, j, K, even_j).to(tl.float32)
+                crossing = kappa + 0.5 * tl.sum(tl.sum(f * sigma, 1), 0)
                 if not CENTERED:
-                    crossing += tl.sum(h_i * load_vector(means + chunk * K, i, K), 0)
-                    crossing += tl.sum(h_j * load_vector(means + chunk * K, j, K), 0)
+                    crossing += tl.sum(h * load_vector(means + chunk * K, i, K), 0)
                 tl.store(crossings + chunk * tiles, crossing * tl.load(counts + chunk))
                 in_chunk = tl.arange(0, C)
                 decays = tl.load(
@@ -113,29 +102,29 @@ def adjoint_kernel(
                 )
                 carried = tl.exp(tl.sum(decays.to(tl.float32), 0))
             elif RESETS:
-                carried = tl.where(tl.load(resets + chunk) < 0, 1.0, 0.0)
+                start = last_start(starts, chunk * C, C, length)
+                carried = tl.where(start < 0, 1.0, 0.0)
             if HAS_DECAY or RESETS:
                 f *= carried
-                h_i *= carried
-                h_j *= carried
+                h *= carried
                 kappa *= carried
             for block in tl.static_range(BLOCKS):
                 term = chunk * BLOCKS + block
-                h_i += own * load_vector(h_terms + term * K, i, K)
+                h += first_j * load_vector(h_terms + term * K, i, K)
                 kappa += first * tl.load(kappa_terms + term)
         left = length - step * S
         token = (step * S).to(tl.int64) * stride
-        g_i = load_tile(g + token, at, left, stride, i, K, even)
-        q_j = load_tile(shares + token, at, left, stride, j, K, even)
+        g_i = load_tile(g + token, at, left, stride, i, K, even_i)
+        q_j = load_tile(shares + token, at, left, stride, j, K, even_j)
         f = tl.dot(tl.trans(g_i), q_j, f, input_precision="ieee")
-        q_i = load_tile(shares + token, at, left, stride, i, K, even)
-        g_j = load_tile(g + token, at, left, stride, j, K, even)
+        q_i = load_tile(shares + token, at, left, stride, i, K, even_i)
+        g_j = load_tile(g + token, at, left, stride, j, K, even_j)
         f = tl.dot(tl.trans(q_i), g_j, f, input_precision="ieee")
 
 
 @triton.jit
 def keys_kernel(
-    q, k, g, lam, log_decay, count, p, p_g, mean_q, mean_g, past, counts, means,
+    q, k, g, lam, log_decay, starts, count, p, p_g, mean_q, mean_g, past, counts, means,
     kappas, hs, slopes, fs, crossings, length,
     d_k, d_log_decay,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
@@ -168,6 +157,7 @@ def keys_kernel(
     k += tokens
     g += tokens
     d_k += tokens
+    starts += token
     scalar = token * H + head + at * H
     entry = sequence * chunks + chunk
     means += (entry + sequence) * K
@@ -211,18 +201,13 @@ def keys_kernel(
         before = dot(earlier, z.to(dtype)) + z_past[None, :]
         d_decay = tl.sum(tl.where(at[:, None] <= at[None, :], before, 0.0), 1)
         weight = weight * share[None, :]
-        weight_q = (weight * scores_q).to(dtype)
-        weight_g = (weight * scores_g).to(dtype)
     else:
         if RESETS:
-            resets_at, resets_rows, total = count_resets(
-                log_decay + token * H + head, at, rows, block * R, left, H
-            )
-            causal = causal & (resets_rows[:, None] == resets_at[None, :])
-            to_end = (resets_rows == total).to(tl.float32)
-        equal = (share / n)[None, :]
-        weight_q = tl.where(causal, equal * scores_q, 0.0).to(dtype)
-        weight_g = tl.where(causal, equal * scores_g, 0.0).to(dtype)
+            causal = causal & (rows[:, None] >= tl.load(starts + at, mask=live, other=C)[None, :])
+            to_end = (rows >= last_start(starts, 0, C, left)).to(tl.float32)
+        weight = tl.where(causal, (share / n)[None, :], 0.0)
+    weight_q = (weight * scores_q).to(dtype)
+    weight_g = (weight * scores_g).to(dtype)
 
     polynomial = tl.zeros([R], tl.float32)
     if WHOLE:

@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 
 from kernels.triton_blocks import (
-    count_resets,
     cumulative_decay,
     dot,
     load_rows,
@@ -87,8 +86,14 @@ def store_symmetric(pointer, x, i, j, off_diagonal, width: tl.constexpr, even: t
 
 
 @triton.jit
+def last_start(starts, first, C: tl.constexpr, length):
+    """Where in the chunk that begins at token `first` its last token's segment starts, or -1."""
+    return tl.load(starts + tl.minimum(first + C, length) - 1)
+
+
+@triton.jit
 def states_kernel(
-    k, log_decay, resets, count, key_sum, key_outer, length,
+    k, log_decay, starts, count, key_sum, key_outer, length,
     counts, means, states, final_sum, final_outer,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BT: tl.constexpr,
     HAS_DECAY: tl.constexpr, RESETS: tl.constexpr, CENTERED: tl.constexpr,
@@ -96,7 +101,7 @@ def states_kernel(
     """One tile of Sigma over a whole sequence, S tokens a step; writes it at every chunk's start.
 
     The initial and final states are raw sums. No tokens have no mean: the first key stands for it.
-    RESETS: S is C, and `resets` [B, H, N] has the place of each chunk's last reset, or -1.
+    RESETS: S is C, and `starts` [B, T] has where in its chunk each token's segment starts, or -1.
     """
     tiles_n: tl.constexpr = (K + BT - 1) // BT
     tiles: tl.constexpr = tiles_n * (tiles_n + 1) // 2
@@ -113,7 +118,7 @@ def states_kernel(
     j = tile_j * BT + tl.arange(0, BT)
     k += batch * length * stride + head * K
     log_decay += batch * length * H + head
-    resets += sequence * chunks
+    starts += batch * length
     counts += sequence * (chunks + 1)
     means += sequence * (chunks + 1) * K
     states += sequence * (chunks + 1) * K * K
@@ -144,8 +149,8 @@ def states_kernel(
         left = length - step * S
         live = at < left
         if RESETS:
-            reset = tl.load(resets + step)
-            live = live & (at >= reset)
+            start = last_start(starts, step * S, S, length)
+            live = live & (at >= start)
         k_i = load_rows(k, at, live, stride, i, K, even)
         k_j = load_rows(k, at, live, stride, j, K, even)
         k += S * stride
@@ -153,8 +158,8 @@ def states_kernel(
             new = tl.minimum(left, S).to(tl.float32)
             old = n
             if RESETS:
-                new -= tl.maximum(reset, 0).to(tl.float32)
-                old = tl.where(reset < 0, n, 0.0)
+                new -= tl.maximum(start, 0).to(tl.float32)
+                old = tl.where(start < 0, n, 0.0)
             n = old + new
             kept = old / n
             factor = 1.0 / n
@@ -211,7 +216,7 @@ def states_kernel(
 
 @triton.jit
 def read_kernel(
-    q, k, lam, log_decay, other, other_p, counts, means, states, length,
+    q, k, lam, log_decay, starts, other, other_p, counts, means, states, length,
     out, p, mean_q, count, d_lam, past, shares, h_terms, kappa_terms,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
     BN: tl.constexpr, HAS_DECAY: tl.constexpr, RESETS: tl.constexpr, CENTERED: tl.constexpr,
@@ -278,14 +283,11 @@ def read_kernel(
         n = tl.where(live, n, 1.0)
         weight = weight / n[:, None]
     elif RESETS:
-        resets_at, resets_rows, _ = count_resets(
-            log_decay + token * H + head, at, rows, block * R, left, H
-        )
-        causal = causal & (resets_rows[:, None] == resets_at[None, :])
-        since = (resets_rows == 0).to(tl.float32)
+        start = tl.load(starts + token + rows, mask=live, other=0)
+        causal = causal & (at[None, :] >= start[:, None])
+        since = (start < 0).to(tl.float32)
         old = since * incoming
-        n = old + tl.sum(causal.to(tl.float32), 1)
-        n = tl.where(live, n, 1.0)
+        n = old + (rows + 1 - tl.maximum(start, 0)).to(tl.float32)
     else:
         old = incoming + tl.zeros([R], tl.float32)
         n = incoming + 1.0 + rows.to(tl.float32)

@@ -355,7 +355,8 @@ def gradient_kernel(
     dk_write = tl.zeros((C, BLOCK_K), tl.float32)
     x = tl.zeros((C, C), tl.float32)
     y = tl.zeros((C, C), tl.float32)
-    overlap = tl.zeros((BLOCK_K, BLOCK_K), tl.float32)
+    trace = tl.zeros((16, BLOCK_K), tl.float32)
+    one = (tl.num_programs(0) > 0).to(tl.float32)  # which Triton does not know
     for first in range(0, V, BLOCK_V):
         vc = first + tl.arange(0, BLOCK_V)
         in_v = vc < V
@@ -371,8 +372,11 @@ def gradient_kernel(
         dk_write = tl.dot(tl.trans(u_tile), ds, dk_write, input_precision=PRECISION)
         x = tl.dot(do, u_tile, x, input_precision=PRECISION)
         y = tl.dot(dv, u_tile, y, input_precision=PRECISION)
-        # Only its diagonal is needed. Elementwise use of these tiles would be a race, see NOTES.md.
-        overlap = tl.dot(tl.trans(s), ds, overlap, input_precision=PRECISION)
+        # Sums within a thread; across threads once, after the loop.
+        product = s.to(tl.float32) * ds.to(tl.float32)
+        trace += tl.sum(tl.reshape(product, (BLOCK_V // 16, 16, BLOCK_K)), axis=0)
+        # Waits for the products with s and ds, whose buffers are the next to be filled: NOTES.md.
+        dk_write *= one
 
     gate = gates + tile * (GATE_ROWS * C)
     coarse = tl.load(gate + COARSE_ROW * C + i)
@@ -398,7 +402,6 @@ def gradient_kernel(
     # A log decay at l scales every path from a token before l to one at l or after. What a token
     # reads of itself is no such path, and would only leave its rounding; nor does any cross a reset.
     keys = k_tile.to(tl.float32)
-    queries = q_tile.to(tl.float32)
     dk = (end / strength)[:, None] * dk_write
     leaving = tl.sum(keys * dk, axis=1)
     dk_write = tl.dot(tl.trans(n_q), q_tile, input_precision=PRECISION)
@@ -409,12 +412,11 @@ def gradient_kernel(
     within += tl.sum(keys * dk_read, axis=1)
     dk += dk_read
     dq = tl.dot(n_q, k_tile, (scale * start)[:, None] * dq, input_precision=PRECISION)
+    queries = q_tile.to(tl.float32)
     within += tl.sum(queries * dq, axis=1)
     reached = lower & (resets[:, None] == resets[None, :])
     of_decay = tl.sum(tl.where(reached, within[:, None], 0.0), axis=0)
-    here = tl.arange(0, BLOCK_K)
-    trace = tl.sum(tl.where(here[:, None] == here[None, :], overlap, 0.0), axis=1)
-    passing = tl.load(gate + START_ROW * C + C - 1) * tl.sum(trace, axis=0)
+    passing = tl.load(gate + START_ROW * C + C - 1) * tl.sum(tl.sum(trace, axis=1), axis=0)
     of_decay += (tl.cumsum(leaving, axis=0) - leaving) + passing
 
     dq += itself[:, None] * keys
