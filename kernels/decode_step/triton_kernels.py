@@ -54,11 +54,15 @@ def statistics_kernel(
 
     x = load_tile(covariance, rows, K, K, columns, K, K == WIDTH)
     past, n = _count(count + place, log_decay + head, DECAY)
+    # Rounding adds up over tokens: hence once a token for x, and for `keep` to either side alike.
+    keep = tl.div_rn(past, n)
     left, right = load_vector(k, rows, K), load_vector(k, columns, K)
+    weight = 1 / n
     if CENTERED:
-        left = (past / n) * (left - load_vector(mean, rows, K))
+        weight *= keep
+        left -= load_vector(mean, rows, K)
         right -= load_vector(mean, columns, K)
-    x = (past / n) * x + (left / n)[:, None] * right[None, :]
+    x = tl.fma(x, keep, (weight * left)[:, None] * right[None, :])
     tl.debug_barrier()
     store_tile(covariance, x, rows, K, K, columns, K, K == WIDTH)
 
