@@ -207,3 +207,30 @@ def test_a_few_tokens_are_finite(operator, length):
     assert all(
         math.isfinite(np.asarray(x, np.float64).sum()) for x in jax.tree.leaves((out, state))
     )
+
+
+@on_gpu
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("operator", shapes.OPERATORS)
+def test_two_gpus_give_the_bits_of_one(operator):
+    shape = shapes.SHAPES["k64"]
+    inputs = shapes.make_inputs(operator, shape, dtype="bfloat16", segments=True)
+
+    def gradients(inputs):
+        ids = inputs.pop("segment_ids")
+
+        def run(inputs):
+            return getattr(kernels, operator)(**inputs, segment_ids=ids, implementation="triton")
+
+        results, pullback = jax.vjp(run, inputs)
+        return results, pullback(results)
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec("data")
+    sharded = jax.shard_map(gradients, mesh=mesh, in_specs=(spec,), out_specs=spec)
+    pairs = zip(
+        jax.tree.leaves(jax.jit(sharded)(inputs)),
+        jax.tree.leaves(jax.jit(gradients)(inputs)),
+        strict=True,
+    )
+    assert all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)

@@ -332,6 +332,7 @@ def gradient_kernel(
     gradients.
     """
     dtype = k.dtype.element_ty
+    EXACT: tl.constexpr = dtype == tl.float32  # 16 bits have no use for it, nor the registers
     chunks = tl.cdiv(T, C)
     blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     block = tl.program_id(0) % blocks
@@ -393,34 +394,41 @@ def gradient_kernel(
     decay = decay_between(coarse, coarse, fine, fine, resets, resets, lower)
     on_diagonal = i[:, None] == i[None, :]
     x = scale * x * decay
-    itself = tl.sum(tl.where(on_diagonal, x, 0.0), axis=1)
-    n_q = tl.where(on_diagonal, 0.0, x).to(dtype)
+    if EXACT:
+        itself = tl.sum(tl.where(on_diagonal, x, 0.0), axis=1)
+        x = tl.where(on_diagonal, 0.0, x)
+    n_q = x.to(dtype)
     n_k = tl.where(i[:, None] > i[None, :], -y * decay, 0.0).to(dtype)
     # y is dv (beta u)^T; its diagonal is beta^2 times the gradient of beta.
     of_beta = tl.sum(tl.where(on_diagonal, y, 0.0), axis=1) / (strength * strength)
 
-    # A log decay at l scales every path from a token before l to one at l or after. What a token
-    # reads of itself is no such path, and would only leave its rounding; nor does any cross a reset.
+    # A log decay at l scales every path from a token before l to one at l or after; none crosses a
+    # reset. What a token reads of itself is no such path: it cancels, but for its rounding.
     keys = k_tile.to(tl.float32)
     dk = (end / strength)[:, None] * dk_write
     leaving = tl.sum(keys * dk, axis=1)
-    dk_write = tl.dot(tl.trans(n_q), q_tile, input_precision=PRECISION)
-    dk_write = tl.dot(tl.trans(n_k), k_tile, dk_write, input_precision=PRECISION)
-    within = -tl.sum(keys * dk_write, axis=1)
-    dk += dk_write
+    if EXACT:
+        written = tl.dot(tl.trans(n_q), q_tile, input_precision=PRECISION)
+        written = tl.dot(tl.trans(n_k), k_tile, written, input_precision=PRECISION)
+        within = -tl.sum(keys * written, axis=1)
+        dk += written
+    else:
+        dk = tl.dot(tl.trans(n_q), q_tile, dk, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(n_k), k_tile, dk, input_precision=PRECISION)
+        within = leaving - tl.sum(keys * dk, axis=1)
     dk_read = tl.dot(n_k, k_tile, -start[:, None] * dk_read, input_precision=PRECISION)
     within += tl.sum(keys * dk_read, axis=1)
     dk += dk_read
     dq = tl.dot(n_q, k_tile, (scale * start)[:, None] * dq, input_precision=PRECISION)
-    queries = q_tile.to(tl.float32)
-    within += tl.sum(queries * dq, axis=1)
+    within += tl.sum(q_tile.to(tl.float32) * dq, axis=1)
     reached = lower & (resets[:, None] == resets[None, :])
     of_decay = tl.sum(tl.where(reached, within[:, None], 0.0), axis=0)
     passing = tl.load(gate + START_ROW * C + C - 1) * tl.sum(tl.sum(trace, axis=1), axis=0)
     of_decay += (tl.cumsum(leaving, axis=0) - leaving) + passing
 
-    dq += itself[:, None] * keys
-    dk += itself[:, None] * queries
+    if EXACT:
+        dq += itself[:, None] * keys
+        dk += itself[:, None] * q_tile.to(tl.float32)
     entry = row * (HV * K) + hv * K + i[:, None] * (HV * K) + kc[None, :]
     tl.store(d_q + entry, dq.to(d_q.dtype.element_ty), mask=mask)
     tl.store(d_k + entry, dk.to(d_k.dtype.element_ty), mask=mask)
