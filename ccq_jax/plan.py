@@ -198,8 +198,8 @@ def _local_bytes(tree: Any) -> int:
 
 def _asked_for(message: str) -> int | None:
     """Bytes that a program asked for, of the compiler's message that it does not fit; None of others."""
-    found = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", message)
-    if found is None:
+    found = re.search(r"(?:Used |required for HLO temporaries \()([\d.]+)([KMGT])", message)
+    if found is None or "RESOURCE_EXHAUSTED" not in message:
         return None
     return int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))
 
@@ -209,29 +209,43 @@ def search(
 ) -> tuple[ConfigDict, Plan]:
     """The largest batch that fits, with the cheapest remat that holds it, and its plan.
 
-    Sequences a device are doubled until they do not fit, and go on with the next remat. Where one does
-    not fit either, the last plan tried comes back.
+    The batch is a power of two of sequences a device. With everything recomputed, two small ones tell
+    how the memory grows; the largest that should fit is then compiled, with each remat. Where not one
+    sequence fits, its plan comes back.
     """
     config = ConfigDict(config.to_dict())
     if config.mesh.fsdp == 1:
         config.mesh.fsdp = _smallest_fsdp(config, target)
-    rows = 1
-    best: tuple[ConfigDict, Plan] | None = None
-    for remat in REMAT:
-        while True:
-            config.model.remat = remat
-            config.train.batch_size = rows * len(target.devices) * config.train.accumulation
-            plan = make_plan(config, target)
-            tried = ConfigDict(config.to_dict()), plan
-            fits = "fits" if plan.fits else "does not fit"
-            say(
-                f"tried        batch {config.train.batch_size} ({rows} a device), remat {remat}: "
-                f"{plan.peak / GIB:.2f} of {plan.limit / GIB:.2f} GiB, {fits}"
-            )
-            if not plan.fits:
+
+    def attempt(rows: int, remat: str) -> tuple[ConfigDict, Plan]:
+        config.model.remat = remat
+        config.train.batch_size = rows * len(target.devices) * config.train.accumulation
+        plan = make_plan(config, target)
+        say(
+            f"tried        batch {config.train.batch_size} ({rows} a device), remat {remat}: "
+            f"{plan.peak / GIB:.2f} of {plan.limit / GIB:.2f} GiB"
+        )
+        return ConfigDict(config.to_dict()), plan
+
+    best, rows = attempt(1, REMAT[-1]), 1
+    if not best[1].fits:
+        return best
+    second = attempt(2, REMAT[-1])
+    if second[1].fits:
+        growth = max(second[1].peak - best[1].peak, 1)
+        best, rows = second, 2
+        more = 1 << int(2 + (target.limit - second[1].peak) / growth).bit_length() - 1
+        while more > 2:
+            larger = attempt(more, REMAT[-1])
+            if larger[1].fits:
+                best, rows = larger, more
                 break
-            best, rows = tried, 2 * rows
-    return best or tried
+            more //= 2
+    for remat in REMAT[:-1]:
+        cheaper = attempt(rows, remat)
+        if cheaper[1].fits:
+            return cheaper
+    return best
 
 
 def _smallest_fsdp(config: ConfigDict, target: Target) -> int:

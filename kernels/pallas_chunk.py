@@ -87,7 +87,7 @@ def _parts(x: Array) -> list[Array]:
 exact = Dot(jnp.dtype("float32"))
 
 
-def iota(shape: tuple[int, int], axis: int) -> Array:
+def iota(shape: tuple[int, ...], axis: int) -> Array:
     """The index along an axis."""
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
@@ -157,7 +157,8 @@ def scalar_decays(log_decay: Float[Array, "1 C"]) -> Decays:
     terms = jnp.where(which == 0, coarse, jnp.where(which == 1, finite - coarse, 0.0))
     terms = jnp.where(which == 2, jnp.where(reset, 1.0, 0.0), terms)
     ones = jnp.where(lower(size), 1.0, 0.0)
-    upto_rows, upto_columns = exact.nt(terms, ones), exact.nt(ones, terms)
+    upto_rows = exact.nt(terms, ones)
+    upto_columns = upto_rows.T
     coarse_i, fine_i, resets_i = (upto_columns[:, i : i + 1] for i in range(3))
     coarse_j, fine_j, resets_j = (upto_rows[i : i + 1] for i in range(3))
     coarse_all, fine_all, resets_all = (x[:, size - 1 :] for x in (coarse_j, fine_j, resets_j))
@@ -200,16 +201,27 @@ def inverse_of_unit_lower(below: Float[Array, "C C"]) -> Float[Array, "C C"]:
     result, also where keys are nearly parallel.
     """
     size = below.shape[0]
-    block = iota((size, size), 0) // BLOCK, iota((size, size), 1) // BLOCK
-    found = _invert_blocks(jnp.where(block[0] == block[1], below, 0.0))
-    found = jnp.concatenate([found] * (size // BLOCK), axis=0)
-    found = jnp.where(block[0] == block[1], found, 0.0)
-    length = 1  # in blocks
-    while length * BLOCK < size:
-        (i, j), length = (x // length for x in block), 2 * length
-        second_to_first = (i == j + 1) & (i // 2 == j // 2)
-        cross = jnp.where(second_to_first, below, 0.0)
-        found -= exact(found, exact(cross, found))
+    same = iota((size, size), 0) // BLOCK == iota((size, size), 1) // BLOCK
+    found = _invert_blocks(jnp.where(same, below, 0.0))
+    found = jnp.where(same, jnp.concatenate([found] * (size // BLOCK), axis=0), 0.0)
+    length = BLOCK
+    while length < size:
+        # Only the second block of each pair has rows that change.
+        first, second = (
+            [x[i : i + length] for i in range(0, size, length)] for x in (found, below)
+        )
+        seconds = jnp.concatenate(first[1::2], axis=0), jnp.concatenate(second[1::2], axis=0)
+        row_pair, column = (iota(seconds[0].shape, axis) // length for axis in (0, 1))
+        cross = exact(jnp.where(column == 2 * row_pair, seconds[1], 0.0), found)
+        nothing = jnp.zeros((length, size), jnp.float32)
+        rows = [cross[i : i + length] for i in range(0, size // 2, length)]
+        cross = jnp.concatenate([x for row in rows for x in (nothing, row)], axis=0)
+        joined = seconds[0] - exact(seconds[0], cross)
+        rows = [joined[i : i + length] for i in range(0, size // 2, length)]
+        found = jnp.concatenate(
+            [x for pair in zip(first[0::2], rows, strict=True) for x in pair], axis=0
+        )
+        length *= 2
     return found - diagonal(jnp.ones((1, size), jnp.float32))
 
 
@@ -225,6 +237,18 @@ def _invert_blocks(below: Float[Array, "C C"]) -> Float[Array, "L C"]:
         # Column i of each block in all columns before it. Those after it get another block's, times 0.
         factor = jnp.where(lane == i, packed, 0.0)
         for step in (1, 2, 4, 8):
-            factor += pltpu.roll(factor, (size - step) % size, 1)
+            factor += _roll_left(factor, step)
         found -= factor * found[i : i + 1]
     return found
+
+
+def _roll_left(x: Float[Array, "L C"], step: int) -> Float[Array, "L C"]:
+    """Each column takes that of `step` places later, around the end. Pallas's own has no batching rule."""
+    size = x.shape[1]
+
+    def rolled(x: Array) -> Array:
+        return pltpu.roll(x, (size - step) % size, x.ndim - 1)
+
+    roll = jax.custom_batching.custom_vmap(rolled)
+    roll.def_vmap(lambda axis_size, in_batched, x: (rolled(x), True))
+    return roll(x)

@@ -15,9 +15,10 @@ from jaxtyping import Array, Float
 from kernels import pallas_util
 from kernels.ccq_query import pallas_kernels, xla_state
 from kernels.ccq_query.state import CCQState
-from kernels.ccq_query.xla_state import Moments
+from kernels.ccq_query.xla_state import Moments, Quadratic
 from kernels.pallas_chunk import Dot
-from kernels.pallas_util import Walk, unavailable
+from kernels.pallas_util import unavailable
+from kernels.pallas_walk import Walk
 
 CHUNK = 128
 
@@ -44,19 +45,15 @@ def forward(
     kernel = functools.partial(
         pallas_kernels.forward_kernel, q.shape[1], centered, Dot(blocks.dtype)
     )
-    once = [walk.once(2, width), walk.once(width, width)]
-    each = [walk.each(2, width), walk.each(width, width)]
-    out, past_vectors, past_cov, vectors, cov = walk(
+    (out, past_vectors, past_cov), (vectors, cov) = walk(
         kernel,
-        [*inputs, *zip((vectors, cov), once, strict=True)],
+        inputs,
         [
             (blocks.shape, blocks.dtype, walk.tokens(width)),
-            ((*heads, walk.chunks, 2, width), jnp.float32, each[0]),
-            ((*heads, walk.chunks, width, width), jnp.float32, each[1]),
-            (vectors.shape, jnp.float32, once[0]),
-            (cov.shape, jnp.float32, once[1]),
+            ((*heads, walk.chunks, 2, width), jnp.float32, walk.each(2, width)),
+            ((*heads, walk.chunks, width, width), jnp.float32, walk.each(width, width)),
         ],
-        [(2, width), (width, width)],
+        [vectors, cov],
         name="ccq_query_forward",
         flops=_flops(walk.length, width),
         exps=walk.length**2,
@@ -82,6 +79,7 @@ def backward(
     width = past_cov.shape[4]
     last = xla_state.gradient_of_sums(d_state)
     vectors, square = _packed(last.linear, last.constant, last.square)
+    origin = jnp.zeros_like(vectors[:, :, :1])
     inputs = _inputs(walk, q, k, lam, log_decay)
     (blocks, of_tokens), (numbers, of_numbers) = inputs[0], inputs[2]
     kernel = functools.partial(
@@ -91,28 +89,26 @@ def backward(
         log_decay is not None,
         Dot(blocks.dtype),
     )
-    d_q, d_k, d_numbers, vectors, square = walk(
+    (d_q, d_k, d_numbers), (vectors, square) = walk(
         kernel,
         [
             *inputs,
             (pallas_util.token_blocks(d_out, walk.length), of_tokens),
             (past_vectors, walk.each(2, width)),
             (past_cov, walk.each(width, width)),
-            (vectors, walk.once(2, width)),
-            (square, walk.once(width, width)),
         ],
         [
             (blocks.shape, blocks.dtype, of_tokens),
             (blocks.shape, blocks.dtype, of_tokens),
             (numbers.shape, jnp.float32, of_numbers),
-            (vectors.shape, jnp.float32, walk.once(2, width)),
-            (square.shape, jnp.float32, walk.once(width, width)),
         ],
-        [(3, width), (width, width)],
+        [jnp.concatenate([vectors, origin], 2), square],
         name="ccq_query_backward",
         flops=3 * _flops(walk.length, width),
         exps=walk.length**2,
     )
+    first = Quadratic(vectors[:, :, 1:2, :1], vectors[:, :, :1], square)
+    first = xla_state.move(first, -vectors[:, :, 2:])
     size = q.shape[3]
     d_lam, d_log_decay = pallas_util.from_rows(d_numbers, q.shape[1])
     return (
@@ -120,7 +116,11 @@ def backward(
         pallas_util.from_token_blocks(d_k, k.shape, k.dtype),
         d_lam.astype(lam.dtype),
         None if log_decay is None else d_log_decay.astype(log_decay.dtype),
-        CCQState(vectors[:, :, 1, 0], vectors[:, :, 0, :size], square[:, :, :size, :size]),
+        CCQState(
+            first.constant[..., 0, 0],
+            first.linear[..., 0, :size],
+            first.square[:, :, :size, :size],
+        ),
     )
 
 

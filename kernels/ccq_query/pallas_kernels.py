@@ -3,10 +3,9 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from kernels import pallas_chunk, pallas_util
+from kernels import pallas_chunk
 from kernels.pallas_chunk import Decays, Dot, diagonal, exact, iota, row_dot, tril
 
 
@@ -38,100 +37,80 @@ class Read(NamedTuple):
 
 
 def forward_kernel(
-    tokens: int, centered: bool, dot: Dot,
-    q_ref, k_ref, numbers_ref, initial_ref, initial_cov_ref,
-    out_ref, past_ref, past_cov_ref, final_ref, final_cov_ref,
-    vectors_ref, cov_ref,
-):  # fmt: skip
-    """Reads with the chunk's queries, then adds its keys. numbers: lambda, log_decay. vectors: mean, count."""
-
-    @pallas_util.at_start
-    def _():
-        vectors_ref[...] = initial_ref[...]
-        cov_ref[...] = initial_cov_ref[...]
-
-    past_ref[...] = vectors_ref[...]
-    past_cov_ref[...] = cov_ref[...]
-    q, k, numbers = q_ref[...].astype(jnp.float32), k_ref[...].astype(jnp.float32), numbers_ref[...]
-    past = _past(vectors_ref[...], cov_ref[...], k, centered)
-    decays = _decays(numbers[1:], pl.program_id(2), tokens)
-    read = _read(dot, q, k - past.origin, _weights(decays, past), past.cov, centered)
-    lam = pallas_chunk.column(numbers[:1])
-    out_ref[...] = (q - lam * read.out).astype(out_ref.dtype)
-    vectors_ref[...], cov_ref[...] = _after(dot, k, decays, past, centered)
-
-    @pallas_util.at_end
-    def _():
-        final_ref[...] = vectors_ref[...]
-        final_cov_ref[...] = cov_ref[...]
+    tokens: int,
+    centered: bool,
+    dot: Dot,
+    chunk: Array,
+    q: Float[Array, "C K"],
+    k: Float[Array, "C K"],
+    numbers: Float[Array, "2 C"],
+    vectors: Float[Array, "2 K"],
+    cov: Float[Array, "K K"],
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Reads with the chunk's queries, then adds its keys. numbers: lambda, log_decay; vectors: mean, count."""
+    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+    past = _past(vectors, cov, k, centered)
+    decays = _decays(numbers[1:], chunk, tokens)
+    read = _read(dot, q, k - past.origin, _weights(decays, past), cov, centered)
+    out = q - pallas_chunk.column(numbers[:1]) * read.out
+    return (out, vectors, cov), _after(dot, k, decays, past, centered)
 
 
 def backward_kernel(
-    tokens: int, centered: bool, has_decay: bool, dot: Dot,
-    q_ref, k_ref, numbers_ref, d_out_ref, past_ref, past_cov_ref, last_ref, last_square_ref,
-    d_q_ref, d_k_ref, d_numbers_ref, first_ref, first_square_ref,
-    vectors_ref, square_ref,
-):  # fmt: skip
+    tokens: int,
+    centered: bool,
+    has_decay: bool,
+    dot: Dot,
+    chunk: Array,
+    q: Float[Array, "C K"],
+    k: Float[Array, "C K"],
+    numbers: Float[Array, "2 C"],
+    d_clean: Float[Array, "C K"],
+    past_vectors: Float[Array, "2 K"],
+    past_cov: Float[Array, "K K"],
+    vectors: Float[Array, "3 K"],
+    square: Float[Array, "K K"],
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Gradients of a chunk, and of the statistics before it.
 
     Those of the statistics after it are constant + linear.k + k^T square k of a key k relative to an origin.
-    last, first: linear, constant; vectors: linear, constant, origin.
+    vectors: linear, constant, origin.
     """
-
-    @pallas_util.at_start
-    def _():
-        vectors_ref[:2] = last_ref[...]
-        vectors_ref[2:] = jnp.zeros(vectors_ref[2:].shape, jnp.float32)
-        square_ref[...] = last_square_ref[...]
-
-    q, k, d_clean = (ref[...].astype(jnp.float32) for ref in (q_ref, k_ref, d_out_ref))
-    numbers = numbers_ref[...]
-    past = _past(past_ref[...], past_cov_ref[...], k, centered)
-    index = pl.num_programs(2) - 1 - pl.program_id(2)
-    decays = _decays(numbers[1:], index, tokens)
+    q, k, d_clean = (x.astype(jnp.float32) for x in (q, k, d_clean))
+    past = _past(past_vectors, past_cov, k, centered)
+    decays = _decays(numbers[1:], chunk, tokens)
     weights = _weights(decays, past)
     keys, lam = k - past.origin, pallas_chunk.column(numbers[:1])
     d_read = -lam * d_clean
-    of_q = _read(dot, q, keys, weights, past.cov, centered)
+    # The gradient of the count is a sum of what nearly cancels: it shows how this read is rounded.
+    of_q = _read(dot.fine, q, keys, weights, past.cov, centered)
     of_d = _read(dot, d_read, keys, weights, past.cov, centered)
     product = row_dot(d_read, of_q.out)
 
-    square = square_ref[...]
-    constant, linear = _moved(vectors_ref[...], square, past.origin)
-    d_q_ref[...] = (d_clean + of_d.out).astype(d_q_ref.dtype)
-    d_k = decays.end * (linear + dot(keys, square) + dot.nt(keys, square))
+    constant, linear = _moved(vectors, square, past.origin)
+    at_keys = linear + dot(keys, square)
+    d_k = decays.end * (at_keys + dot.nt(keys, square))
     d_k += dot.tn(of_q.coefficients, d_read) + dot.tn(of_d.coefficients, q)
-    d_k_ref[...] = d_k.astype(d_k_ref.dtype)
-    d_numbers_ref[:1] = pallas_chunk.row(-row_dot(d_clean, of_q.out))
+    d_lam = -row_dot(d_clean, of_q.out)
+    d_log_decay = jnp.zeros_like(numbers[1:])
     if has_decay:
-        pairs = weights.pairs * (of_q.deviation * of_d.deviation - product)
         of_past = row_dot(d_read, dot.nt(q, past.cov)) + of_q.past_deviation * of_d.past_deviation
-        at_keys = constant + row_dot(linear + dot(keys, square), keys)
         at_past = constant + row_dot(linear, past.mean - past.origin)
         at_past += jnp.sum(row_dot(square, past.cov), axis=0, keepdims=True)
-        d_numbers_ref[1:] = pallas_chunk.log_decay_gradient(
+        d_log_decay = pallas_chunk.log_decay_gradient(
             weights.past * (of_past - product),
-            decays.end * at_keys,
+            decays.end * (constant + row_dot(at_keys, keys)),
             decays.whole * past.count * at_past,
-            pairs,
+            weights.pairs * (of_q.deviation * of_d.deviation - product),
         )
-    else:
-        d_numbers_ref[1:] = jnp.zeros_like(numbers[1:])
 
     weight = decays.start / weights.count
     constant = decays.whole * constant + _total(weight * (of_q.mean * of_d.mean - product))
     linear = decays.whole * linear - _total(weight * (of_q.mean * d_read + of_d.mean * q))
-    square_ref[...] = decays.whole * square + dot.tn(weight * d_read, q)
-    vectors_ref[:1] = linear
-    vectors_ref[1:2] = jnp.broadcast_to(constant, linear.shape)
-    vectors_ref[2:] = past.origin
-
-    @pallas_util.at_end
-    def _():
-        constant, linear = _moved(vectors_ref[...], square_ref[...], jnp.zeros_like(past.origin))
-        first_ref[:1] = linear
-        first_ref[1:] = jnp.broadcast_to(constant, linear.shape)
-        first_square_ref[...] = square_ref[...]
+    square = decays.whole * square + dot.tn(weight * d_read, q)
+    rows = linear, jnp.broadcast_to(constant, linear.shape), past.origin
+    d_numbers = jnp.concatenate([pallas_chunk.row(d_lam), d_log_decay], axis=0)
+    return (d_clean + of_d.out, d_k, d_numbers), (jnp.concatenate(rows, axis=0), square)
 
 
 def _past(vectors: Array, cov: Array, k: Array, centered: bool) -> Past:

@@ -13,7 +13,8 @@ from jaxtyping import Array, Float
 
 from kernels import pallas_chunk, pallas_util
 from kernels.pallas_chunk import Decays, Dot, row_dot, tril
-from kernels.pallas_util import Walk, unavailable
+from kernels.pallas_util import unavailable
+from kernels.pallas_walk import Walk
 
 CHUNK = 128
 
@@ -32,21 +33,19 @@ def forward(
     chunk_size: int | None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"], Any]:
     """Outputs, final state and residuals; see `kernels.gated_delta_rule`."""
-    walk = _walk(v, chunk_size)
+    walk = _walk(q, v, chunk_size)
     keys, values = (pallas_util.width(x) for x in initial_state.shape[2:])
     heads = walk.batch, walk.heads
-    initial = pallas_util.fill(initial_state, (*heads, keys, values))
     inputs = _inputs(walk, q, k, v, log_decay, beta)
     blocks, size = inputs[2][0], walk.length
-    out, states, final = walk(
+    (out, states), (final,) = walk(
         functools.partial(_forward_kernel, scale, Dot(blocks.dtype)),
-        [*inputs, (initial, walk.once(keys, values))],
+        inputs,
         [
             (blocks.shape, blocks.dtype, walk.tokens(values)),
             ((*heads, walk.chunks, keys, values), jnp.float32, walk.each(keys, values)),
-            (initial.shape, jnp.float32, walk.once(keys, values)),
         ],
-        [(keys, values)],
+        [pallas_util.fill(initial_state, (*heads, keys, values))],
         name="gated_delta_rule_forward",
         flops=_flops(size, keys, values),
         exps=size * size,
@@ -66,32 +65,27 @@ def backward(
 ) -> tuple[Array, ...]:
     """Gradients of (q, k, v, log_decay, beta, initial_state)."""
     q, k, v, log_decay, beta, states = residuals
-    walk = _walk(v, chunk_size).backwards()
+    walk = _walk(q, v, chunk_size).backwards()
     keys, values = states.shape[3:]
-    heads = walk.batch, walk.heads
-    last = pallas_util.fill(d_state, (*heads, keys, values))
     inputs = _inputs(walk, q, k, v, log_decay, beta)
     blocks, numbers, size = inputs[2][0], inputs[3][0], walk.length
-    # Each value head's own part of the gradients of the keys that it shares.
-    of_keys = (*blocks.shape[:2], walk.heads * keys), jnp.float32, walk.tokens(keys)
-    if q.shape[2] == walk.heads:
-        of_keys = of_keys[0], blocks.dtype, of_keys[2]
-    d_q, d_k, d_v, d_numbers, first = walk(
+    # Each value head's own part of the gradients of the keys, whole where heads share them.
+    of_keys = (*blocks.shape[:2], walk.heads * keys)
+    exact_keys = blocks.dtype if walk.group == 1 else jnp.float32
+    (d_q, d_k, d_v, d_numbers), (first,) = walk(
         functools.partial(_backward_kernel, scale, Dot(blocks.dtype)),
         [
             *inputs,
             (pallas_util.token_blocks(d_out, size), walk.tokens(values)),
             (states, walk.each(keys, values)),
-            (last, walk.once(keys, values)),
         ],
         [
-            of_keys,
-            of_keys,
+            (of_keys, exact_keys, walk.tokens(keys)),
+            (of_keys, exact_keys, walk.tokens(keys)),
             (blocks.shape, blocks.dtype, walk.tokens(values)),
             (numbers.shape, jnp.float32, walk.rows(2)),
-            (last.shape, jnp.float32, walk.once(keys, values)),
         ],
-        [(keys, values)],
+        [pallas_util.fill(d_state, (walk.batch, walk.heads, keys, values))],
         name="gated_delta_rule_backward",
         flops=3 * _flops(size, keys, values),
         exps=size * size,
@@ -107,18 +101,17 @@ def backward(
     )
 
 
-def _walk(v: Float[Array, "B T HV V"], chunk_size: int | None) -> Walk:
+def _walk(q: Array, v: Float[Array, "B T HV V"], chunk_size: int | None) -> Walk:
     batch, tokens, heads, _ = v.shape
     length = pallas_util.chunk_length(tokens, chunk_size, CHUNK)
-    return Walk(batch, heads, -(-tokens // length), length)
+    return Walk(batch, heads, -(-tokens // length), length, group=heads // q.shape[2])
 
 
 def _inputs(walk: Walk, q: Array, k: Array, v: Array, log_decay: Array, beta: Array) -> list[Any]:
     """The inputs of both kernels, and their blocks."""
     keys, values = (pallas_util.width(x.shape[3]) for x in (k, v))
-    group = walk.heads // q.shape[2]
     blocks = [pallas_util.token_blocks(x, walk.length) for x in (q, k, v)]
-    specs = [walk.tokens(keys, group), walk.tokens(keys, group), walk.tokens(values)]
+    specs = [walk.keys(keys), walk.keys(keys), walk.tokens(values)]
     numbers = pallas_util.rows(walk.length, log_decay, beta)
     return [*zip(blocks, specs, strict=True), (numbers, walk.rows(2))]
 
@@ -161,40 +154,39 @@ def _chunk(dot: Dot, k: Array, v: Array, numbers: Float[Array, "2 C"], state: Ar
 
 
 def _forward_kernel(
-    scale, dot, q_ref, k_ref, v_ref, numbers_ref, initial_ref, out_ref, states_ref, final_ref, state_ref
-):  # fmt: skip
-    @pallas_util.at_start
-    def _():
-        state_ref[...] = initial_ref[...]
-
-    state = state_ref[...]
-    states_ref[...] = state
-    q, k, v = q_ref[...], k_ref[...], v_ref[...].astype(jnp.float32)
-    x = _chunk(dot, k, v, numbers_ref[...], state)
+    scale: float,
+    dot: Dot,
+    chunk: Array,
+    q: Float[Array, "C K"],
+    k: Float[Array, "C K"],
+    v: Float[Array, "C V"],
+    numbers: Float[Array, "2 C"],
+    state: Float[Array, "K V"],
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    del chunk
+    x = _chunk(dot, k, v.astype(jnp.float32), numbers, state)
     scores = dot.nt(q, k) * x.decays.pairs
-    out = x.decays.start * dot(q, state) + dot.fine(scores, x.u)
-    out_ref[...] = (scale * out).astype(out_ref.dtype)
-    state_ref[...] = x.decays.whole * state + dot.fine.tn(k, x.decays.end * x.u)
-
-    @pallas_util.at_end
-    def _():
-        final_ref[...] = state_ref[...]
+    out = scale * (x.decays.start * dot(q, state) + dot.fine(scores, x.u))
+    after = x.decays.whole * state + dot.fine.tn(k, x.decays.end * x.u)
+    return (out, state), (after,)
 
 
 def _backward_kernel(
-    scale, dot,
-    q_ref, k_ref, v_ref, numbers_ref, d_out_ref, states_ref, last_ref,
-    d_q_ref, d_k_ref, d_v_ref, d_numbers_ref, first_ref,
-    d_state_ref,
-):  # fmt: skip
-    @pallas_util.at_start
-    def _():
-        d_state_ref[...] = last_ref[...]
-
-    state, d_state = states_ref[...], d_state_ref[...]
+    scale: float,
+    dot: Dot,
+    chunk: Array,
+    q: Float[Array, "C K"],
+    k: Float[Array, "C K"],
+    v: Float[Array, "C V"],
+    numbers: Float[Array, "2 C"],
+    d_out: Float[Array, "C V"],
+    state: Float[Array, "K V"],
+    d_state: Float[Array, "K V"],
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    del chunk
     # Inputs go into products as they are, so that only one factor of each is rounded.
-    q, k, v, d_out = (ref[...].astype(jnp.float32) for ref in (q_ref, k_ref, v_ref, d_out_ref))
-    x = _chunk(dot, k, v, numbers_ref[...], state)
+    q, k, v, d_out = (y.astype(jnp.float32) for y in (q, k, v, d_out))
+    x = _chunk(dot, k, v, numbers, state)
     start, end, whole, pairs = x.decays
 
     scores = dot.nt(q, k)
@@ -208,10 +200,8 @@ def _backward_kernel(
     d_lower = -tril(dot.nt(d_write, x.u), -1) * pairs
     d_keys = x.beta * d_lower
 
-    d_q_ref[...] = (start * d_query + dot(d_scores, k)).astype(d_q_ref.dtype)
+    d_q = start * d_query + dot(d_scores, k)
     d_k = start * d_read + end * d_key + dot.tn(d_scores, q) + dot(d_keys, k) + dot.tn(d_keys, k)
-    d_k_ref[...] = d_k.astype(d_k_ref.dtype)
-    d_v_ref[...] = (x.beta * d_write).astype(d_v_ref.dtype)
     d_beta = row_dot(d_write, x.error) + row_dot(d_lower, x.keys)
     d_log_decay = pallas_chunk.log_decay_gradient(
         start * (row_dot(q, d_query) + row_dot(k, d_read)),
@@ -219,12 +209,7 @@ def _backward_kernel(
         whole * jnp.sum(row_dot(state, d_state), axis=0, keepdims=True),
         d_scores * scores + d_keys * x.keys,
     )
-    d_numbers_ref[:1] = d_log_decay
-    d_numbers_ref[1:] = pallas_chunk.row(d_beta)
-    d_state_ref[...] = (
-        whole * d_state + dot.tn(q, scale * start * d_out) - dot.tn(k, x.beta * start * d_write)
-    )
-
-    @pallas_util.at_end
-    def _():
-        first_ref[...] = d_state_ref[...]
+    d_numbers = jnp.concatenate([d_log_decay, pallas_chunk.row(d_beta)], axis=0)
+    before = whole * d_state + dot.tn(q, scale * start * d_out)
+    before -= dot.tn(k, x.beta * start * d_write)
+    return (d_q, d_k, x.beta * d_write, d_numbers), (before,)

@@ -15,7 +15,8 @@ from kernels import pallas_util
 from kernels.gated_linear_attention import pallas_scores
 from kernels.gated_linear_attention.pallas_scores import Scores
 from kernels.pallas_chunk import Dot, tril
-from kernels.pallas_util import Walk, unavailable
+from kernels.pallas_util import unavailable
+from kernels.pallas_walk import Walk
 
 CHUNK = 128
 
@@ -38,15 +39,14 @@ def forward(
     heads = walk.batch, walk.heads
     inputs = _inputs(walk, q, k, v, log_decay)
     blocks, size = inputs[2][0], walk.length
-    out, states, final = walk(
+    (out, states), (final,) = walk(
         functools.partial(_forward_kernel, scale, Dot(blocks.dtype)),
-        [*inputs, (_transposed(initial_state, (values, keys)), walk.once(values, keys))],
+        inputs,
         [
             (blocks.shape, blocks.dtype, walk.tokens(values)),
             ((*heads, walk.chunks, values, keys), jnp.float32, walk.each(values, keys)),
-            ((*heads, values, keys), jnp.float32, walk.once(values, keys)),
         ],
-        [(values, keys)],
+        [_transposed(initial_state, (values, keys))],
         name="gated_linear_attention_forward",
         flops=_flops(size, keys, values),
         exps=size * (keys if _by_channel(log_decay) else size),
@@ -69,18 +69,16 @@ def backward(
     walk = _walk(v, chunk_size).backwards()
     values, keys = states.shape[3:]
     inputs = _inputs(walk, q, k, v, log_decay)
-    of_state = (*states.shape[:2], values, keys), jnp.float32, walk.once(values, keys)
     d_inputs = [(x.shape, x.dtype, block) for x, block in inputs]
-    *gradients, first = walk(
+    gradients, (first,) = walk(
         functools.partial(_backward_kernel, scale, Dot(inputs[2][0].dtype)),
         [
             *inputs,
             (pallas_util.token_blocks(d_out, walk.length), walk.tokens(values)),
             (states, walk.each(values, keys)),
-            (_transposed(d_state, (values, keys)), walk.once(values, keys)),
         ],
-        [*d_inputs, of_state],
-        [(values, keys)],
+        d_inputs,
+        [_transposed(d_state, (values, keys))],
         name="gated_linear_attention_backward",
         flops=3 * _flops(walk.length, keys, values),
         exps=walk.length * (keys if _by_channel(log_decay) else walk.length),
@@ -134,38 +132,36 @@ def _flops(size: int, keys: int, values: int) -> int:
 
 
 def _forward_kernel(
-    scale, dot, q_ref, k_ref, v_ref, decay_ref, initial_ref, out_ref, states_ref, final_ref, state_ref
-):  # fmt: skip
-    @pallas_util.at_start
-    def _():
-        state_ref[...] = initial_ref[...]
-
-    state = state_ref[...]
-    states_ref[...] = state
-    q, k, v = (ref[...].astype(jnp.float32) for ref in (q_ref, k_ref, v_ref))
-    scores = pallas_scores.scores(dot, q, k, decay_ref[...])
-    out = dot.nt(scores.start, state) + dot(scores.pairs, v)
-    out_ref[...] = (scale * out).astype(out_ref.dtype)
-    state_ref[...] = scores.whole * state + dot.tn(v, scores.end)
-
-    @pallas_util.at_end
-    def _():
-        final_ref[...] = state_ref[...]
+    scale: float,
+    dot: Dot,
+    chunk: Array,
+    q: Float[Array, "C K"],
+    k: Float[Array, "C K"],
+    v: Float[Array, "C V"],
+    log_decay: Float[Array, "C K"] | Float[Array, "1 C"],
+    state: Float[Array, "V K"],
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    del chunk
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    scores = pallas_scores.scores(dot, q, k, log_decay)
+    out = scale * (dot.nt(scores.start, state) + dot(scores.pairs, v))
+    return (out, state), (scores.whole * state + dot.tn(v, scores.end),)
 
 
 def _backward_kernel(
-    scale, dot,
-    q_ref, k_ref, v_ref, decay_ref, d_out_ref, states_ref, last_ref,
-    d_q_ref, d_k_ref, d_v_ref, d_decay_ref, first_ref,
-    d_state_ref,
-):  # fmt: skip
-    @pallas_util.at_start
-    def _():
-        d_state_ref[...] = last_ref[...]
-
-    state, d_state = states_ref[...], d_state_ref[...]
-    q, k, v, d_out = (ref[...].astype(jnp.float32) for ref in (q_ref, k_ref, v_ref, d_out_ref))
-    log_decay = decay_ref[...]
+    scale: float,
+    dot: Dot,
+    chunk: Array,
+    q: Float[Array, "C K"],
+    k: Float[Array, "C K"],
+    v: Float[Array, "C V"],
+    log_decay: Float[Array, "C K"] | Float[Array, "1 C"],
+    d_out: Float[Array, "C V"],
+    state: Float[Array, "V K"],
+    d_state: Float[Array, "V K"],
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    del chunk
+    q, k, v, d_out = (x.astype(jnp.float32) for x in (q, k, v, d_out))
     scores = pallas_scores.scores(dot, q, k, log_decay)
     d_scores = Scores(
         start=scale * dot(d_out, state),
@@ -174,13 +170,6 @@ def _backward_kernel(
         pairs=tril(scale * dot.nt(d_out, v)),
     )
     d_v = dot.tn(scale * scores.pairs, d_out) + dot.nt(scores.end, d_state)
-    d_v_ref[...] = d_v.astype(d_v_ref.dtype)
-    d_state_ref[...] = scores.whole * d_state + dot.tn(d_out, scale * scores.start)
+    before = scores.whole * d_state + dot.tn(d_out, scale * scores.start)
     d_q, d_k, d_log_decay = pallas_scores.gradients(dot, q, k, log_decay, d_scores)
-    d_q_ref[...] = d_q.astype(d_q_ref.dtype)
-    d_k_ref[...] = d_k.astype(d_k_ref.dtype)
-    d_decay_ref[...] = d_log_decay
-
-    @pallas_util.at_end
-    def _():
-        first_ref[...] = d_state_ref[...]
+    return (d_q, d_k, d_v, d_log_decay), (before,)

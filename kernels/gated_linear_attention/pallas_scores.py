@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from kernels import pallas_chunk
 from kernels.chunk import LOG_ZERO
 from kernels.pallas_chunk import Dot, diagonal, exact, iota, lower, row_dot, tril
+from kernels.pallas_walk import least_of_heads
 
 MILD = 30.0
 # A log decay of which e^ is 0, alone and in any sum, and that stays finite in products with 0.
@@ -114,10 +115,12 @@ def _sums(log_decay: Float[Array, "C K"]) -> _Sums:
     after = exact.tn(ones - diagonal(ones), finite)
     first, whole = upto[size // 2 - 1 : size // 2], upto[size - 1 :]
     forgotten = jnp.minimum(first, after[size // 2 - 1 : size // 2])
-    return _Sums(finite, upto, after, whole, upto - first, jnp.min(forgotten) > -MILD)
+    # One way for all heads of the step, so that the other is not computed.
+    mild = jnp.min(least_of_heads(forgotten)) > -MILD
+    return _Sums(finite, upto, after, whole, upto - first, mild)
 
 
-def _level(shape: tuple[int, int], level: Array) -> tuple[Array, Array, Array]:
+def _level(shape: tuple[int, ...], level: Array) -> tuple[Array, Array, Array]:
     """Of blocks of two halves of 2^level tokens: who is a query, whose decays it sums, and which pairs meet."""
     size = shape[0]
     i, j = iota((size, size), 0), iota((size, size), 1)
