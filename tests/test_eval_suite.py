@@ -10,11 +10,11 @@ from ml_collections import ConfigDict
 from ccq_jax import interop
 from ccq_jax.config import default
 from ccq_jax.data import make_tokenizer
-from ccq_jax.evaluation import evaluate, extrapolation, likelihood, parts
+from ccq_jax.evaluation import evaluate, extrapolation, likelihood, longbench, parts, scoring
 from ccq_jax.evaluation import evaluate as evaluation
 from ccq_jax.evaluation import subject as subjects
 from ccq_jax.evaluation.benchmark_data import DataFolder, Dataset, MissingDataError
-from ccq_jax.evaluation.context import Request, prefix
+from ccq_jax.evaluation.context import Context, Request, prefix
 
 LOCAL = ("s_niah", "extrapolation", "longbench", "retrieval", "mqar")
 
@@ -35,7 +35,7 @@ def small(**settings) -> ConfigDict:
     config = default()
     config.model.implementation = "scan"
     config.mesh.data = 1
-    config.eval.update({"batch_size": 2, "longbench_length": 528, "retrieval_length": 128})
+    config.eval.update({"batch_size": 2, "longbench_length": 144, "retrieval_length": 128})
     config.eval.s_niah.lengths = (512,)
     config.eval.extrapolation.update({"lengths": (64, 256, 512), "bucket": 128, "texts": 2})
     config.eval.mqar.update({"lengths": (32, 64), "pairs": (2, 16)})
@@ -54,6 +54,14 @@ def run(checkpoint, folder, data, names, config=None, **options):
         limit=2,
         **options,
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_answers():
+    short = {name: task._replace(tokens=16) for name, task in longbench.TASKS.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(longbench, "TASKS", short)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -166,18 +174,21 @@ def test_curves_of_other_runs_share_the_picture(local, checkpoint, data, tmp_pat
     assert drawn == [[checkpoint, "the other"]]
 
 
-def test_a_mesh_gives_what_one_device_gives(local, checkpoint, data, tmp_path):
-    found, _ = local
-    config = small(batch_size=1)
-    config.mesh.data = config.mesh.fsdp = 2
-    spread = run(checkpoint, tmp_path, data, ["extrapolation", "retrieval"], config)
-    assert spread["retrieval"]["settings"]["devices"] == 4
-    assert spread["retrieval"]["results"] == found["retrieval"]["results"]
-    for corpus, expected in found["extrapolation"]["results"]["corpora"].items():
-        result = spread["extrapolation"]["results"]["corpora"][corpus]
-        np.testing.assert_allclose(
-            result["by_position"]["loss"], expected["by_position"]["loss"], rtol=1e-5
-        )
+def test_a_mesh_reads_and_writes_as_one_device_does(checkpoint):
+    prompts = [list(b"The river"), list(b"A"), list(b"stone house"), list(b"x" * 40), [7]]
+    texts, losses = [], []
+    for shape in ((1, 1), (2, 2)):
+        config = small(batch_size=1)
+        config.mesh.data, config.mesh.fsdp = shape
+        config = subjects.describe(checkpoint, config)
+        context = Context(subjects.load(checkpoint, config), title="test")
+        assert context.subject.devices == shape[0] * shape[1]
+        texts.append(context.generate(prompts, 8))
+        with context.subject.on_devices():
+            inputs = np.resize(np.arange(256, dtype=np.int32), (4, 64))
+            losses.append(scoring.score(context.model, inputs, inputs).loss)
+    assert texts[0] == texts[1]
+    assert models.error(losses[1], losses[0]) < 1e-5
 
 
 def test_missing_data_are_named_before_a_model_is_loaded(checkpoint, tmp_path, monkeypatch, capsys):

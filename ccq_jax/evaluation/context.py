@@ -205,9 +205,10 @@ class Context:
         texts: dict[int, str] = {}
         for batch in self.track(batches, "texts"):
             filled = [prompts[i] for i in batch] + [prompts[batch[0]]] * (size - len(batch))
-            made = self._generator.generate(
-                filled, max_tokens=max_tokens, stop=stop, sampling=sampling
-            )
+            with self.subject.on_devices():
+                made = self._generator.generate(
+                    filled, max_tokens=max_tokens, stop=stop, sampling=sampling
+                )
             texts |= dict(zip(batch, made.texts, strict=False))
             for field, value in (
                 ("prompt_tokens", sum(len(prompts[i]) for i in batch)),

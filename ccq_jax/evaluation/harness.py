@@ -153,8 +153,7 @@ class HarnessModel(TemplateLM):
             prompts = [
                 (prompt[-room:] if room else prompt) or [self.prefix_token_id] for prompt in prompts
             ]
-            with self.context.subject.on_devices():
-                made = self.context.generate(prompts, count, stop=stop, sampling=sampling)
+            made = self.context.generate(prompts, count, stop=stop, sampling=sampling)
             texts |= dict(zip(members, made, strict=True))
             for i in members:
                 self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
