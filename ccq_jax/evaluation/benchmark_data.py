@@ -192,7 +192,7 @@ def _choose(dataset: Dataset, names: Sequence[str], locate: Callable[[str], Path
     if chosen:
         return Found(dataset, tuple(locate(name) for name in exact or chosen))
     for name in names:
-        if name.endswith(".zip"):
+        if PurePosixPath(name).name in ("data.zip", f"{dataset.config}.zip"):
             archive = locate(name)
             with zipfile.ZipFile(archive) as opened:
                 members = tuple(m for m in opened.namelist() if dataset.owns(m))

@@ -15,7 +15,8 @@ from ccq_jax.evaluation.benchmark_data import Dataset, Found, field
 from ccq_jax.evaluation.context import Context, Material, Measured, Request, prefix
 from ccq_jax.evaluation.tables import Table
 
-ESSAYS = Dataset("baber/paul_graham_essays", "train")
+ESSAYS = Dataset("baber/paul_graham_essays")
+"""Or any other text in that place."""
 BANDS = 10
 """Rows of the map of depths."""
 
