@@ -4,7 +4,8 @@
 # make bench  set up .venv, time the operators on this machine, and check their accuracy
 #
 # PYTHON=python3.12 picks the interpreter (3.11 or later), WORKDIR where the demo's run goes.
-# EXTRAS=requirements-eval.txt installs lm-evaluation-harness as well (420 MB): without it its tests are skipped.
+# EXTRAS="requirements-eval.txt requirements-tpu.txt" installs lm-evaluation-harness (420 MB) and the TPU's compiler
+# (690 MB, Python 3.12 or later) as well: without them their tests are skipped.
 PYTHON ?= python3
 VENV ?= .venv
 WORKDIR ?= runs/ccq_gdn

@@ -130,13 +130,10 @@ def check_sizes(config: ConfigDict, target: Target) -> None:
     """Raises Refused where mesh or batch do not divide, with the nearest topology where they do."""
     batch, accumulation = config.train.batch_size, config.train.accumulation
     data, fsdp = config.mesh.data, config.mesh.fsdp
-    known = math.prod(n for n in (data, fsdp) if n > 0)
 
     def mesh_fits(size: int, slices: int = 1) -> bool:
-        if -1 not in (data, fsdp):
-            return size == known and (size // fsdp) % slices == 0
-        copies = data if fsdp == -1 else size // fsdp
-        return size % known == 0 and copies % slices == 0
+        copies = size // fsdp
+        return size % fsdp == 0 and copies % slices == 0 and data in (-1, copies)
 
     def suits(found: Topology) -> bool:
         return mesh_fits(found.size, found.slices) and batch % (found.size * accumulation) == 0

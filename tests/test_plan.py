@@ -1,0 +1,212 @@
+"""The planner: which topologies there are, what a program moves, what fits, and compiling for a TPU pod."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from training import tiny_config
+
+import kernels
+from ccq_jax import collectives, plan, topology
+from ccq_jax.plan import Plan, Target
+from ccq_jax.sharding import make_mesh
+from ccq_jax.topology import Topology
+from kernels import shapes
+from kernels.shapes import Shape
+
+tpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+
+
+@pytest.mark.parametrize("name, size", [("v5e:4x4", 16), ("v5p:4x4x4", 64), ("v6e:16x16", 256)])
+def test_a_topology_is_known_by_its_name(name, size):
+    found = topology.parse(name)
+    assert str(found) == name
+    assert found.size == size
+    assert topology.parse(name, slices=3).size == 3 * size
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("v5e:32x32", "does not exist; the nearest that does is v5e:16x16"),
+        ("v5e:4x2", "the nearest that does is v5e:2x4"),
+        ("v5p:4x4x5", "the nearest that does is v5p:4x4x4"),
+        ("v6e:0x0", "the nearest that does is v6e:1x1"),
+        ("v5p:64", "the nearest that does is v5p:4x4x4"),
+        ("v5e:big", "give the chips along each axis, as v5e:4x4"),
+        ("h100:8", "its generation must be one of v5e, v5p, v6e"),
+    ],
+)
+def test_what_does_not_exist_is_refused_with_the_nearest(name, message):
+    with pytest.raises(ValueError, match=message):
+        topology.parse(name)
+
+
+def prepared(tmp_path, *, data=-1, fsdp=1, **train):
+    config = tiny_config(tmp_path, **train)
+    config.mesh.update({"data": data, "fsdp": fsdp})
+    return plan.prepare(config)
+
+
+def absent(name, slices=1):
+    """A target of as many devices, none of which is needed."""
+    found = topology.parse(name, slices)
+    return Target([None] * found.size, topology.HBM[found.generation], found)
+
+
+@pytest.mark.parametrize(
+    "name, slices, changes, message",
+    [
+        ("v5e:4x4", 1, {"batch_size": 8}, "multiple of 16 devices.*divides is v5e:2x4"),
+        ("v5e:4x4", 1, {"batch_size": 16, "accumulation": 2}, "= 32; .*divides is v5e:2x4"),
+        ("v5e:4x4", 1, {"fsdp": 32, "batch_size": 32}, "mesh.fsdp=32 do.*divides is v5e:4x8"),
+        ("v5e:4x4", 2, {"fsdp": 32, "batch_size": 64}, "mesh.fsdp=32 do.*divides is 2 x v5e:4x8"),
+        ("v5e:4x4", 1, {"batch_size": 7}, "nearest topology that divides is v5e:1x1"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_the_nearest(tmp_path, name, slices, changes, message):
+    with pytest.raises(plan.Refused, match=message):
+        plan.check_sizes(prepared(tmp_path, **changes), absent(name, slices))
+
+
+def test_what_divides_is_accepted(tmp_path):
+    plan.check_sizes(prepared(tmp_path, fsdp=4, batch_size=32), absent("v5e:4x4", 2))
+    plan.check_sizes(prepared(tmp_path, data=4, fsdp=4, batch_size=16), absent("v5e:4x4"))
+
+
+def test_a_config_that_cannot_run_is_refused_without_its_data(tmp_path):
+    config = tiny_config(tmp_path)
+    config.data.source = "arrayrecord:"
+    plan.prepare(config)
+    config.model.num_heads = 0
+    with pytest.raises(plan.Refused, match=r"model\.num_heads is 0"):
+        plan.prepare(config)
+
+
+HLO = """HloModule step
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%body (x: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %gathered = bf16[4,8]{1,0:T(8,128)} all-gather(%part), replica_groups=[1,4]<=[4], dimensions={0}
+  %start = (f32[2]{0}, f32[8]{0}) all-gather-start(%own), replica_groups={{0,1,2,3}}
+  %done = f32[8]{0} all-gather-done(%start)
+}
+
+%condition (x: (s32[], f32[8])) -> pred[] {
+  %bound = s32[]{:T(128)} constant(21), metadata={}
+  ROOT %less = pred[] compare(%i, %bound), direction=LT
+}
+
+%all-reduce-scatter.1 (x: f32[16]) -> f32[4] {
+  %sum = f32[16]{0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %loop = (s32[], f32[8]) while(%p), condition=%condition, body=%body, backend_config={}
+  %kept = f32[4]{0} fusion(%g), kind=kCustom, calls=%all-reduce-scatter.1
+  %part = f32[4]{0} reduce-scatter(%g), replica_groups=mesh['data'=2,'fsdp'=4] {'fsdp'}
+  %total = (f32[]{:T(128)}, f32[3]{0}) all-reduce(%y, %z), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+
+
+def test_collectives_count_as_often_as_they_run():
+    assert collectives.traffic(HLO) == [
+        ("all-gather", 42, 21 * (64 + 32)),
+        ("reduce-scatter", 2, 64 + 64),
+        ("all-reduce", 1, 4 + 12),
+    ]
+
+
+def test_search_finds_the_largest_batch_and_the_cheapest_remat(tmp_path, monkeypatch):
+    held = {"none": 3.0, "dots": 1.5, "full": 1.0}  # of a sequence
+    tried = []
+
+    def make_plan(config, target):
+        rows = config.train.batch_size // len(target.devices)
+        tried.append((rows, config.model.remat))
+        peak = 2 + rows * held[config.model.remat]
+        return Plan(1, 1, 0, peak, target.limit, [], 0.0, peak <= target.limit)
+
+    monkeypatch.setattr(plan, "make_plan", make_plan)
+    config = prepared(tmp_path, fsdp=2)
+    for limit, best in ((9.0, (4, "dots")), (11.0, (8, "full")), (2.5, (1, "full"))):
+        target = Target(jax.devices(), limit, None)
+        found, chosen = plan.search(config, target, lambda line: None)
+        rows = found.train.batch_size // len(target.devices)
+        assert (rows, found.model.remat) == best
+        assert chosen.fits == (limit > 3)
+    assert len(tried) <= 3 * 5
+
+
+def test_the_devices_that_are_present(tmp_path):
+    config = prepared(tmp_path, fsdp=4, batch_size=8)
+    target = plan.find_target(None)
+    found = plan.make_plan(config, target)
+    assert found.fits
+    assert 0 < found.parameters < found.optimizer < found.peak
+    assert {"all-gather", "all-reduce"} <= {x.kind for x in found.traffic}
+    text = plan.report(config, target, found)
+    assert "data=2, fsdp=4" in text and "it fits" in text
+    too_small = target._replace(limit=found.peak - 1)
+    assert not plan.make_plan(config, too_small).fits
+
+
+@tpu
+@pytest.mark.slow
+def test_a_training_step_compiles_for_a_pod(tmp_path):
+    config = prepared(tmp_path, fsdp=4, batch_size=8)
+    target = plan.find_target("v5e:2x4")
+    found = plan.make_plan(config, target)
+    assert found.fits and found.limit < 16 * 2**30
+    assert {"all-gather"} <= {x.kind for x in found.traffic}
+    assert "pallas operators" in plan.report(config, target, found)
+
+
+@tpu
+@pytest.mark.parametrize("operator", shapes.OPERATORS)
+def test_every_kernel_compiles_for_a_pod(operator):
+    devices = topology.devices(Topology("v5e", (2, 2)))
+    mesh = make_mesh(devices=devices)
+    inputs = jax.eval_shape(
+        lambda: shapes.make_inputs(operator, Shape(4, 256, 2, 128, 128), dtype="bfloat16")
+    )
+
+    def loss(inputs):
+        results = getattr(kernels, operator)(**inputs, implementation="pallas")
+        return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(results))
+
+    spec = PartitionSpec(("data", "fsdp"))
+    mapped = jax.shard_map(jax.grad(loss), in_specs=(spec,), out_specs=spec, check_vma=False)
+    with jax.set_mesh(mesh), topology.no_compilation_cache():
+        text = jax.jit(mapped).trace(inputs).lower(lowering_platforms=("tpu",)).compile().as_text()
+    for direction in ("forward", "backward"):
+        assert f"{operator}_{direction}" in text
+    assert text.count("tpu_custom_call") >= 2
+
+
+@tpu
+@pytest.mark.parametrize("name, fsdp", [("v5p:4x4x4", 8), ("v5p:4x4x4", 2), ("v5e:16x16", 16)])
+def test_meshes_over_a_torus(name, fsdp):
+    found = topology.parse(name)
+    mesh = make_mesh(-1, fsdp, topology.devices(found))
+    assert mesh.devices.shape == (found.size // fsdp, fsdp)
+    assert len(set(mesh.devices.flat)) == found.size
+
+
+@tpu
+def test_parameters_stay_inside_a_slice():
+    devices = topology.devices(Topology("v5e", (4, 4), slices=2))
+    mesh = make_mesh(-1, 8, devices)
+    assert isinstance(mesh, Mesh) and mesh.axis_types == (AxisType.Auto,) * 2
+    for row in mesh.devices:
+        assert len({device.slice_index for device in row}) == 1
+    with pytest.raises(ValueError, match="fsdp must divide the 16 devices of a slice"):
+        make_mesh(1, 32, devices)
