@@ -8,7 +8,8 @@ in `model.safetensors`, and `stablehlo.json`, which describes them:
 
 b and s are any sizes. Parameters and cache are dictionaries of arrays by name. Prompts are padded on
 the left, with segment id 0 on the padding and 1 on the prompt. `jax.export.deserialize` reads the
-functions back, in any program, without this package.
+functions back, in any program, without this package. They are programs: read only those of people you
+trust.
 """
 
 import json
@@ -210,7 +211,8 @@ def differences(
     tokens = rng.integers(0, config.vocab_size, (rows, SEGMENT * rows), np.int32)
     padding = np.arange(SEGMENT * rows) >= np.arange(rows)[:, None]
     cache = program.init_cache(rows, SEGMENT * rows + 1)
-    structure = jax.tree.structure(_model(config, "scan").init_cache(1, 1))
+    abstract = jax.eval_shape(lambda: _model(config, "scan").init_cache(1, 1))
+    structure = jax.tree.structure(abstract)
     traced = functions(config, structure)
     inputs: dict[str, tuple] = {
         "prefill": (tokens, padding.astype(np.int32)),
