@@ -1,5 +1,6 @@
 import csv
 import json
+from types import SimpleNamespace
 
 import benchmark_files
 import models
@@ -321,3 +322,55 @@ def test_request_says_what_is_where(data):
     found = request.find({"here": Dataset("baber/piqa", "validation"), "away": Dataset("a/b")})
     assert list(found.tasks) == ["here"]
     assert found.missing[0].startswith("away: a/b")
+
+
+class Hub:
+    """The hub's client, with files by revision; asks are noted."""
+
+    def __init__(self, folder, revisions, error=None):
+        self.folder, self.revisions, self.error = folder, revisions, error
+        self.asked = []
+
+    def dataset_info(self, name, revision, timeout):
+        self.asked.append((name, revision))
+        if self.error:
+            raise self.error
+        names = self.revisions.get(revision, ())
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=path) for path in names])
+
+    def download(self, name, path, *, repo_type, revision):
+        assert repo_type == "dataset"
+        return str(self.folder / path)
+
+
+def on_hub(monkeypatch, hub):
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hub.download)
+
+
+def test_the_hubs_converted_files_serve_where_a_dataset_is_a_script(tmp_path, monkeypatch):
+    benchmark_files.write(tmp_path, "one/test/0000.jsonl", [{"a": 1}])
+    hub = Hub(
+        tmp_path,
+        {"main": ["b.py", "README.md"], "refs/convert/parquet": ["one/test/0000.jsonl"]},
+    )
+    on_hub(monkeypatch, hub)
+    found = DataFolder(None).find(Dataset("a/b", "test", "one"))
+    assert found.rows() == [{"a": 1}]
+    assert [revision for _, revision in hub.asked] == ["main", "refs/convert/parquet"]
+
+
+def test_a_hub_out_of_reach_is_asked_once(monkeypatch, tmp_path):
+    hub = Hub(tmp_path, {}, OSError("no route"))
+    on_hub(monkeypatch, hub)
+    folder = DataFolder(None)
+    for name in ("a/b", "a/c"):
+        with pytest.raises(MissingDataError, match="OSError: no route"):
+            folder.find(Dataset(name))
+    assert hub.asked == [("a/b", "main")]
+
+
+def test_a_dataset_that_the_hub_lacks_says_so(monkeypatch, tmp_path):
+    on_hub(monkeypatch, Hub(tmp_path, {"main": ["README.md"]}))
+    with pytest.raises(MissingDataError, match="the hub has no data file of it"):
+        DataFolder(None).find(Dataset("a/b"))
