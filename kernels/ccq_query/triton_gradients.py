@@ -28,8 +28,7 @@ def adjoint_kernel(
     `shares` is a_t q_t as of the chunk's start. kappa and h are sums over tiles: each tile writes
     the part that its F and its share made. `slopes` is h - F origin, the gradient at a key of 0.
     With decays also the sum of phi over all keys before the chunk, from the state at its start.
-    BLOCKS: in how many parts a chunk's terms come. Symmetric tiles once, as for states, would spare
-    six of sixteen, but each then has twice the sums across warps, which takes longer.
+    BLOCKS: in how many parts a chunk's terms come.
     """
     tiles_j: tl.constexpr = (K + BJ - 1) // BJ
     tiles: tl.constexpr = (K + BI - 1) // BI * tiles_j
