@@ -52,8 +52,7 @@ def run(checkpoint, folder, data, names, config=None, **options):
         suite=names,
         data_dir=data,
         hub=False,
-        limit=2,
-        **options,
+        **({"limit": 2} | options),
     )
 
 
@@ -227,6 +226,15 @@ def test_what_cannot_be_evaluated_is_refused(checkpoint, tmp_path):
     config.data.tokenizer = "mistral"
     with pytest.raises(ValueError, match=r"320 token ids.*32000"):
         run(checkpoint, tmp_path, None, ["s_niah"], config)
+    with pytest.raises(ValueError, match="'bytes' has no such id"):
+        run(checkpoint, tmp_path, None, ["s_niah"], small(bos="bos"))
+    config = small()
+    config.eval.s_niah.lengths = (4096, 100)
+    with pytest.raises(ValueError, match="100 tokens has no room"):
+        run(checkpoint, tmp_path, None, ["s_niah"], config)
+    config.eval.mqar.pairs = (1000,)
+    with pytest.raises(ValueError, match=r"no length has room for any of eval\.mqar"):
+        run(checkpoint, tmp_path, None, ["mqar"], config)
     with pytest.raises(ValueError, match="no such id"):
         prefix(make_tokenizer("bytes"), "bos")
     assert prefix(make_tokenizer("mistral"), "bos") == [1]
@@ -258,6 +266,24 @@ def test_suites_name_parts():
 )
 def test_only_a_splits_data_files_are_read(dataset, path, owned):
     assert dataset.owns(path) is owned
+
+
+def test_damaged_data_leave_a_task_out_before_a_model_is_loaded(tmp_path):
+    benchmark_files.write_retrieval(tmp_path)
+    (tmp_path / "hazyresearch/based-fda/validation.jsonl").write_text('{"text":')
+    request = Request(small(), DataFolder(tmp_path, hub=False))
+    found = parts.PARTS["retrieval"].find(request)
+    assert list(found.tasks) == ["swde", "squad", "triviaqa", "nq", "drop"]
+    assert "fda: hazyresearch/based-fda" in found.missing[0]
+
+
+def test_a_corpus_that_is_too_short_leaves_the_others(checkpoint, tmp_path):
+    data = benchmark_files.write_all(tmp_path / "data")
+    benchmark_files.write(data, "tau/scrolls/qmsum/test.jsonl", [{"input": "short"}])
+    found = run(checkpoint, tmp_path, data, ["extrapolation"])["extrapolation"]["results"]
+    assert "qmsum" not in found["corpora"]
+    assert len(found["corpora"]) == 5
+    assert "its longest text has 6 tokens" in found["left_out"]["qmsum"]
 
 
 def test_damaged_data_are_named(tmp_path):

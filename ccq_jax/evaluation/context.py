@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 
 from ccq_jax.data import Tokenizer
-from ccq_jax.evaluation.benchmark_data import DataFolder, Dataset, Found, MissingDataError
+from ccq_jax.evaluation.benchmark_data import DataFolder, Dataset, Found
 from ccq_jax.evaluation.subject import Subject
 from ccq_jax.generator import Generator
 from ccq_jax.sampling import Sampling
@@ -59,8 +59,10 @@ class Request:
         missing = []
         for name, dataset in wanted.items():
             try:
-                found[name] = self.data.find(dataset)
-            except MissingDataError as error:
+                place = self.data.find(dataset)
+                place.rows(limit=1)  # whether it can be read at all
+                found[name] = place
+            except ValueError as error:
                 missing.append(f"{name}: {error}")
         return Material(found, missing)
 
@@ -158,12 +160,12 @@ class Context:
         """The figures of a task: those of an earlier call with the same data, or measured now."""
         known = self.results.get(name, identity)
         if known is not None:
-            self._say(f"{self._title}, {name}: known")
+            self._say(f"{self._title} {name}: known")
             return known
         began, self._speed = time.monotonic(), {}
         measured = measure()
         seconds = round(time.monotonic() - began, 2)
-        self._say(f"{self._title}, {name}: {seconds:.1f} s")
+        self._say(f"{self._title} {name}: {seconds:.1f} s")
         return self.results.put(name, identity, measured, {"seconds": seconds} | self._rates())
 
     def examples(self, found: Found) -> list[dict[str, Any]]:

@@ -21,9 +21,10 @@ from rich.console import Console
 
 from ccq_jax.checkpoint import versions
 from ccq_jax.config import validate
+from ccq_jax.data import make_tokenizer
 from ccq_jax.evaluation import subject as subjects
 from ccq_jax.evaluation.benchmark_data import DataFolder, Found
-from ccq_jax.evaluation.context import Context, Material, Request, Results, key_of
+from ccq_jax.evaluation.context import Context, Material, Request, Results, key_of, prefix
 from ccq_jax.evaluation.parts import PARTS, Part, choose
 from ccq_jax.evaluation.subject import Subject
 from ccq_jax.workdir import write_atomically
@@ -76,6 +77,7 @@ def evaluate(
     if checkpoint and not checkpoint.startswith(subjects.HF):
         raise ValueError(f"checkpoint is {checkpoint!r}: it must be hf: and a folder")
     request = Request(subjects.describe(source, config), DataFolder(data_dir, hub=hub), limit)
+    prefix(make_tokenizer(request.config.data.tokenizer), config.eval.bos)  # there is such a token
     material = find_all(names, request)
     subject = subjects.load(source, config, step=step)
     folder = Path(str(workdir) or source.removeprefix(subjects.HF)).expanduser() / "eval"

@@ -50,26 +50,34 @@ def find(request: Request) -> Material:
 
 
 def run(context: Context, material: Material) -> dict[str, Any]:
-    """For each corpus: perplexity of a text's first tokens at each length, and by position."""
+    """For each corpus: perplexity of a text's first tokens at each length, and by position.
+
+    Corpora without a text that is long enough are named under "left_out".
+    """
     results = {
         name: context.once(name, functools.partial(_measure, context, found), found.identity)
         for name, found in material.tasks.items()
     }
-    return {"trained": context.config.train.seq_len, "corpora": results}
+    return {
+        "trained": context.config.train.seq_len,
+        "corpora": {name: found for name, found in results.items() if "lengths" in found},
+        "left_out": {
+            name: found["left_out"] for name, found in results.items() if "left_out" in found
+        },
+    }
 
 
 def _measure(context: Context, found: Found) -> Measured:
     settings = context.settings.extrapolation
     lengths = sorted(settings.lengths)
     count = min(settings.texts, context.limit) if context.limit else settings.texts
-    texts = long_texts(
-        found,
-        context.tokenizer,
-        lengths,
-        count,
-        joined=settings.joined,
-        front=prefix(context.tokenizer, context.settings.bos),
-    )
+    front = prefix(context.tokenizer, context.settings.bos)
+    try:
+        texts = long_texts(
+            found, context.tokenizer, lengths, count, joined=settings.joined, front=front
+        )
+    except ValueError as error:
+        return Measured({"left_out": str(error)})
     size = min(
         context.rows(ROW), -(-len(texts) // context.subject.devices) * context.subject.devices
     )
@@ -158,6 +166,7 @@ def _documents(found: Found, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
 def draw(runs: dict[str, dict[str, Any]]) -> Figure:
     """A picture a corpus: a curve a run, perplexity by position."""
     names = [n for n in CORPORA if any(n in results["corpora"] for results in runs.values())]
+    names = names or list(CORPORA)
     columns = min(3, len(names))
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(1.0 + 3.6 * columns, 0.8 + 2.7 * rows))

@@ -20,11 +20,7 @@ EXAMPLES = 256
 
 
 def find(request: Request) -> Material:
-    """The lengths with the numbers of pairs that they have room for.
-
-    Raises:
-      ValueError: no length has room for any of the numbers.
-    """
+    """The lengths with the numbers of pairs that they have room for."""
     settings = request.config.eval.mqar
     tokenizer = make_tokenizer(request.config.data.tokenizer)
     options = recall_options(request.config, "mqar")
@@ -41,9 +37,7 @@ def find(request: Request) -> Material:
                 problem = str(error)
                 continue
             grid[f"{length}/{pairs}"] = length, chosen
-    if not grid:
-        raise ValueError(f"eval.mqar has no length with room for any of its pairs: {problem}")
-    return Material(grid)
+    return Material(grid, [] if grid else [f"no length has room for any of eval.mqar: {problem}"])
 
 
 def run(context: Context, material: Material) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from ccq_jax.data import make_tokenizer
 from ccq_jax.evaluation import needle
 from ccq_jax.evaluation.benchmark_data import Dataset, Found, field
 from ccq_jax.evaluation.context import Context, Material, Measured, Request, prefix
@@ -22,7 +23,15 @@ BANDS = 10
 
 
 def find(request: Request) -> Material:
-    """S-NIAH-1, and the others where there are essays."""
+    """S-NIAH-1, and the others where there are essays.
+
+    Raises:
+      ValueError: a length has no room for the question.
+    """
+    tokenizer = make_tokenizer(request.config.data.tokenizer)
+    front = prefix(tokenizer, request.config.eval.bos)
+    for length in request.config.eval.s_niah.lengths:
+        needle.make_prompts("1", tokenizer, length, 1, prefix=front)
     found, missing = request.find({"essays": ESSAYS})
     if missing:
         return Material({"1": None}, [f"2 and 3 need essays; {missing[0]}"])
