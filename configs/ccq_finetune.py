@@ -26,5 +26,6 @@ def get_config(arg: str = "tiny") -> ConfigDict:
     config.train.warmup_steps = 10 if arg == "tiny" else 100
     config.train.learning_rate = 1e-3 if arg == "tiny" else 1e-4
     config.train.ccq_lr_scale = 30.0
+    config.train.adam_eps = 1e-15  # lambda's gradients are as small as lambda: 1e-8 would hide them
     config.eval.every = config.train.steps // 10
     return config
