@@ -1,0 +1,67 @@
+"""Looks for races in what Triton makes of a kernel's loops; `kernels/NOTES.md` describes them."""
+
+import re
+
+
+def overwritten_while_read(ttgir):
+    """Names of the tiles whose next copy may start before the products that read them have ended.
+
+    A tile's buffers are overwritten too early where copies run as many iterations ahead as there
+    are buffers, unless the last product with it is waited for before the copy is issued.
+    """
+    lines = ttgir.splitlines()
+    return [
+        name
+        for name, depth, at in _buffers(lines)
+        for first, last in _loops(lines)
+        if _is_race(lines, _uses(lines, name), depth, range(at, first), range(first, last))
+    ]
+
+
+def _buffers(lines):
+    """(name, number, line) of each tile's buffers."""
+    for at, line in enumerate(lines):
+        if found := re.match(r"\s*(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", line):
+            yield found[1], int(found[2]), at
+
+
+def _loops(lines):
+    """(first, last) line of each innermost loop."""
+    ends = {}
+    for at, line in enumerate(lines):
+        if found := re.match(r"(\s*)(?:%[\w:]+ = )?scf\.for", line):
+            end = next(i for i in range(at, len(lines)) if lines[i].startswith(found[1] + "}"))
+            ends[at] = end
+    return [(at, end) for at, end in ends.items() if not any(at < other < end for other in ends)]
+
+
+def _uses(lines, buffers):
+    """Lines that use one of the buffers, by an index or a view of it."""
+    views, found = {buffers}, []
+    for at, line in enumerate(lines):
+        names = re.findall(r"%\w+", line)
+        if not views & set(names[1:]) and not (views - {buffers}) & set(names):
+            continue
+        found.append(at)
+        if re.search(r"= ttg\.memdesc_(index|trans|subslice)", line):
+            views.add(names[0])
+    return found
+
+
+def _is_race(lines, uses, depth, before, loop):
+    copies = [at for at in uses if "async_copy_global_to_local" in lines[at]]
+    ahead = sum(at in before for at in copies)
+    copies = [at for at in copies if at in loop]
+    products = [at for at in uses if at in loop and "warp_group_dot " in lines[at]]
+    if not copies or not products or depth > ahead:
+        return False
+    last = max((at for at in products if at < copies[0]), default=None)
+    if last is None:
+        return True
+    later = 0
+    for line in lines[last + 1 : copies[0]]:
+        later += "warp_group_dot " in line
+        waited = re.search(r"warp_group_dot_wait .*pendings = (\d+)", line)
+        if waited and int(waited[1]) <= later:
+            return False
+    return True
