@@ -118,6 +118,7 @@ def write_hf(
             array = read(path)
             for _, layer, kind in group:
                 yield _to_file(array if layer is None else array[layer], kind)
+            del array  # before the next is read
 
     write_tensors(directory, plan, arrays(), dtype=dtype, shard_bytes=shard_bytes)
     (directory / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
