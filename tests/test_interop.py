@@ -279,3 +279,15 @@ def test_bfloat16_weights_load_as_float32_parameters(checkpoint):
     assert model.embed.embedding[...].dtype == jnp.float32
     np.testing.assert_array_equal(model.norm.scale[...], 1)
     assert interop.load_hf(checkpoint, dtype="float32").config.dtype == "float32"
+
+
+def test_gated_deltanet_without_convolutions_keeps_their_silu():
+    with_them, without = make("gdn"), make("gdn", conv_size=0)
+    mixer = with_them.layers.mixer
+    for conv in (mixer.q_conv, mixer.k_conv, mixer.v_conv):
+        conv.kernel.set_value(jnp.zeros_like(conv.kernel[...]).at[:, -1].set(1))
+    donor = dict(nnx.to_flat_state(nnx.state(with_them, nnx.Param)))
+    for path, leaf in nnx.to_flat_state(nnx.state(without, nnx.Param)):
+        leaf.set_value(donor[path][...])
+    inputs = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 20)))
+    assert error(without(inputs), with_them(inputs)) < 1e-6
