@@ -20,16 +20,17 @@ BLOCK = 16
 class Dot:
     """Products on the matrix unit, with sums in float32.
 
-    For float32 inputs in as many passes as carry all their bits, for shorter ones in one pass of bfloat16.
+    Of float32 inputs in as many passes as carry all their bits, of shorter ones in one pass of bfloat16.
+    With `fine`, intermediate results of shorter inputs keep 16 bits: in two bfloat16 parts, three passes.
     """
 
-    def __init__(self, dtype: jnp.dtype):
-        self.wide = dtype == jnp.float32
+    def __init__(self, dtype: jnp.dtype, fine: bool = False):
+        self.wide, self._fine = dtype == jnp.float32, fine
 
     @property
-    def fine(self) -> "FineDot":
-        """For intermediate results whose rounding shows: see FineDot."""
-        return FineDot(jnp.dtype("float32" if self.wide else "bfloat16"))
+    def fine(self) -> "Dot":
+        """The same for intermediate results whose rounding would show."""
+        return Dot(jnp.dtype("float32" if self.wide else "bfloat16"), fine=True)
 
     def __call__(self, a: Array, b: Array) -> Array:
         """a b"""
@@ -47,15 +48,8 @@ class Dot:
         if self.wide:
             a, b = a.astype(jnp.float32), b.astype(jnp.float32)
             return _pass(a, b, of_a, of_b, jax.lax.Precision.HIGHEST)
-        return _pass(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), of_a, of_b)
-
-
-class FineDot(Dot):
-    """As Dot, but short inputs' intermediate results keep 16 bits: two bfloat16 parts, and one pass more for each."""
-
-    def _contract(self, a: Array, b: Array, of_a: int, of_b: int) -> Array:
-        if self.wide:
-            return super()._contract(a, b, of_a, of_b)
+        if not self._fine:
+            return _pass(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), of_a, of_b)
         (a, *rest_a), (b, *rest_b) = _parts(a), _parts(b)
         total = _pass(a, b, of_a, of_b)
         for rest in rest_a:
@@ -206,23 +200,40 @@ def inverse_of_unit_lower(below: Float[Array, "C C"]) -> Float[Array, "C C"]:
     found = jnp.where(same, jnp.concatenate([found] * (size // BLOCK), axis=0), 0.0)
     length = BLOCK
     while length < size:
-        # Only the second block of each pair has rows that change.
-        first, second = (
-            [x[i : i + length] for i in range(0, size, length)] for x in (found, below)
-        )
-        seconds = jnp.concatenate(first[1::2], axis=0), jnp.concatenate(second[1::2], axis=0)
-        row_pair, column = (iota(seconds[0].shape, axis) // length for axis in (0, 1))
-        cross = exact(jnp.where(column == 2 * row_pair, seconds[1], 0.0), found)
-        nothing = jnp.zeros((length, size), jnp.float32)
-        rows = [cross[i : i + length] for i in range(0, size // 2, length)]
-        cross = jnp.concatenate([x for row in rows for x in (nothing, row)], axis=0)
-        joined = seconds[0] - exact(seconds[0], cross)
-        rows = [joined[i : i + length] for i in range(0, size // 2, length)]
-        found = jnp.concatenate(
-            [x for pair in zip(first[0::2], rows, strict=True) for x in pair], axis=0
-        )
+        found = _join_pairs(below, found, length)
         length *= 2
     return found - diagonal(jnp.ones((1, size), jnp.float32))
+
+
+def _join_pairs(
+    below: Float[Array, "C C"], found: Float[Array, "C C"], length: int
+) -> Float[Array, "C C"]:
+    """Inverses of blocks of two times `length` from those of `length`: second blocks' rows alone change."""
+    size = below.shape[0]
+    firsts, seconds = _alternate(found, length)
+    rows = jnp.concatenate(_alternate(below, length)[1], axis=0)
+    pair, column = (iota(rows.shape, axis) // length for axis in (0, 1))
+    cross = exact(jnp.where(column == 2 * pair, rows, 0.0), found)
+    nothing = [jnp.zeros((length, size), jnp.float32)] * len(firsts)
+    second = jnp.concatenate(seconds, axis=0)
+    second -= exact(second, _interleave(nothing, _cut(cross, length)))
+    return _interleave(firsts, _cut(second, length))
+
+
+def _cut(x: Float[Array, "R C"], length: int) -> list[Float[Array, "L C"]]:
+    return [x[i : i + length] for i in range(0, x.shape[0], length)]
+
+
+def _alternate(x: Float[Array, "C C"], length: int) -> tuple[list[Array], list[Array]]:
+    """Rows of the first blocks of each pair, and of the second ones."""
+    blocks = _cut(x, length)
+    return blocks[0::2], blocks[1::2]
+
+
+def _interleave(firsts: list[Array], seconds: list[Array]) -> Float[Array, "C C"]:
+    """Undoes `_alternate`."""
+    pairs = zip(firsts, seconds, strict=True)
+    return jnp.concatenate([block for pair in pairs for block in pair], axis=0)
 
 
 def _invert_blocks(below: Float[Array, "C C"]) -> Float[Array, "L C"]:
