@@ -37,7 +37,7 @@ class Generated:
 
     Attributes:
       texts: up to the end of the document, or the first stop string.
-      tokens: the ids; an end of document that was drawn is the last of them.
+      tokens: the ids drawn, those of the end of document or of the stop string included.
       prompt_tokens, output_tokens: over all prompts.
       prompt_seconds, output_seconds: that they took; the first call for a number of prompts
         compiles its programs in that time.
