@@ -210,6 +210,7 @@ def test_every_task_of_the_tables_is_measured(results):
     assert 0 <= figures["hellaswag"]["acc_norm"] <= 100
     assert found["versions"]["lm_eval"]
     assert found["settings"]["eval.context_length"] == 0
+    assert (folder / "eval" / "lm.png").read_bytes().startswith(b"\x89PNG")
     assert "mean of the accuracies" in (folder / "eval" / "tables.md").read_text()
 
 

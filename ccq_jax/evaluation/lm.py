@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from ccq_jax.evaluation.benchmark_data import Dataset, Found
 from ccq_jax.evaluation.context import Context, Material, Measured, Request
 from ccq_jax.evaluation.tables import Table
+from ccq_jax.plots import BASELINE, TRAIN, VALIDATION
 
 TASKS = {
     "wikitext": Dataset("EleutherAI/wikitext_document_level", "test", "wikitext-2-raw-v1"),
@@ -41,6 +43,17 @@ PUBLISHED = {
     "arc_challenge": "acc_norm",
     "social_iqa": "acc",
     "boolq": "acc",
+}
+# Of one answer at random, in %.
+CHANCE = {
+    "lambada_openai": 0.0,
+    "piqa": 50.0,
+    "hellaswag": 25.0,
+    "winogrande": 50.0,
+    "arc_easy": 25.0,
+    "arc_challenge": 25.0,
+    "social_iqa": 100 / 3,
+    "boolq": 50.0,
 }
 ACCURACIES = ("acc", "acc_norm")
 OTHERS = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
@@ -147,21 +160,41 @@ def _task_manager() -> Any:
     return TaskManager()
 
 
+def draw(results: dict[str, Any]) -> Figure:
+    """A bar for each accuracy of the published tables, with its standard error and chance."""
+    figure = Figure(figsize=(7.2, 3.8))
+    axes = figure.subplots()
+    names = [task for task in CHANCE if task in results]
+    values = [results[task][PUBLISHED[task]] for task in names]
+    errors = [results[task][f"{PUBLISHED[task]}_stderr"] for task in names]
+    places = range(len(names))
+    axes.bar(places, values, yerr=errors, color=TRAIN, ecolor=BASELINE, capsize=3)
+    chance = [CHANCE[task] for task in names]
+    axes.plot(places, chance, "_", color=VALIDATION, ms=26, mew=2, label="chance")
+    labels = [f"{task}\n{PUBLISHED[task]}".replace("_", " ") for task in names]
+    axes.set_xticks(places, labels, rotation=30, ha="right")
+    axes.set(title="Zero-shot tasks", ylabel="accuracy (%)")
+    axes.legend()
+    return figure
+
+
 def table(results: dict[str, Any]) -> Table:
     """A row for each task, with what the published tables show of it in the last column."""
-    columns = ("task", "examples", "acc %", "± ", "acc_norm %", "perplexity", "published as")
+    columns = (
+        "task", "examples", "acc %", "± ", "acc_norm %", "chance %", "perplexity", "published as",
+    )  # fmt: skip
     rows: list[list[Any]] = []
     for task, metric in PUBLISHED.items():
         if task in results:
             found = results[task]
             perplexity = found.get("word_perplexity", found.get("perplexity"))
             shown = (found.get(name) for name in ("examples", "acc", "acc_stderr", "acc_norm"))
-            rows.append([task, *shown, perplexity, metric])
+            rows.append([task, *shown, CHANCE.get(task), perplexity, metric])
     if "wikitext" in results:
         found = results["wikitext"]
         rows.append(
-            ["wikitext, a byte", found["examples"], *[None] * 3, found["byte_perplexity"], None]
+            ["wikitext, a byte", found["examples"], *[None] * 4, found["byte_perplexity"], None]
         )
     if "mean" in results:
-        rows.append(["mean of the accuracies", None, results["mean"], *[None] * 4])
+        rows.append(["mean of the accuracies", None, results["mean"], *[None] * 5])
     return Table("Language modelling and zero-shot tasks", columns, rows)

@@ -96,7 +96,8 @@ PARTS: dict[str, Part] = {
         lm.find,
         lm.run,
         lm.table,
-        settings=("eval.bos", "eval.context_length"),
+        one(lm.draw),
+        ("eval.bos", "eval.context_length"),
     ),
     "s_niah": Part(
         "RULER's single needle in a haystack, 1 to 3, by length and depth",
