@@ -12,17 +12,23 @@ def overwritten_while_read(ttgir):
     lines = ttgir.splitlines()
     return [
         name
-        for name, depth, at in _buffers(lines)
+        for name, depth, begin, end in _buffers(lines)
         for first, last in _loops(lines)
-        if _is_race(lines, _uses(lines, name), depth, range(at, first), range(first, last))
+        if begin < first < end
+        and _is_race(
+            lines, _uses(lines, name, begin, end), depth, range(begin, first), range(first, last)
+        )
     ]
 
 
 def _buffers(lines):
-    """(name, number, line) of each tile's buffers."""
+    """(name, number, first line, last line) of each tile's buffers; branches reuse names."""
     for at, line in enumerate(lines):
         if found := re.match(r"\s*(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", line):
-            yield found[1], int(found[2]), at
+            freed = re.compile(rf"\s*ttg\.local_dealloc {found[1]} ")
+            later = range(at + 1, len(lines))
+            end = next((i for i in later if freed.match(lines[i])), len(lines))
+            yield found[1], int(found[2]), at, end
 
 
 def _loops(lines):
@@ -35,10 +41,11 @@ def _loops(lines):
     return [(at, end) for at, end in ends.items() if not any(at < other < end for other in ends)]
 
 
-def _uses(lines, buffers):
+def _uses(lines, buffers, begin, end):
     """Lines that use one of the buffers, by an index or a view of it."""
     views, found = {buffers}, []
-    for at, line in enumerate(lines):
+    for at in range(begin, end):
+        line = lines[at]
         names = re.findall(r"%\w+", line)
         if not views & set(names[1:]) and not (views - {buffers}) & set(names):
             continue
