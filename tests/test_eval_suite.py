@@ -1,5 +1,6 @@
 import csv
 import json
+import re
 from types import SimpleNamespace
 
 import benchmark_files
@@ -400,3 +401,24 @@ def test_a_dataset_that_the_hub_lacks_says_so(monkeypatch, tmp_path):
     on_hub(monkeypatch, Hub(tmp_path, {"main": ["README.md"]}))
     with pytest.raises(MissingDataError, match="the hub has no data file of it"):
         DataFolder(None).find(Dataset("a/b"))
+
+
+def test_a_model_that_knows_the_answers_has_all_of_them_right(
+    checkpoint, data, tmp_path, monkeypatch
+):
+    tokenizer = make_tokenizer("bytes")
+
+    def oracle(context, prompts, max_tokens, *, stop=(), sampling=None):
+        texts = [tokenizer.decode(prompt) for prompt in prompts]
+        values = [re.search(r"special magic \w+ for \S+ is: (\S+)\.", text) for text in texts]
+        return [f" it is {value[1]}, surely" if value else "a green river" for value in values]
+
+    monkeypatch.setattr(Context, "generate", oracle)
+    found = run(checkpoint, tmp_path, data, ["s_niah", "retrieval", "longbench"])
+    needles = found["s_niah"]["results"]
+    assert [needles[task]["512"] for task in ("1", "2", "3")] == [100.0] * 3
+    assert set(needles["depths"]["3"]["512"]) == {100.0, None}
+    assert found["retrieval"]["results"]["mean"] == 100.0
+    scores = found["longbench"]["results"]
+    assert scores["trec"] == 100.0
+    assert scores["hotpotqa"] == pytest.approx(100 * 2 / 3)  # river, of the two words that count
