@@ -9,7 +9,7 @@ from pipelines import overwritten_while_read
 
 from kernels import shapes, triton_util
 
-pytestmark = pytest.mark.skipif(
+compiles = pytest.mark.skipif(
     triton_util.missing_packages() is not None, reason=str(triton_util.missing_packages())
 )
 H200 = "NVIDIA H200"
@@ -36,7 +36,7 @@ def test_a_race_is_seen(depth, pending, race):
 
 
 def launches(operator, shape, monkeypatch, **options):
-    """What the operator's forward and backward launch: (kernel, arrays, number of operands, constants)."""
+    """What the operator's forward and backward launch: (kernel, arrays, constants)."""
     module = importlib.import_module(f"kernels.{operator}.triton")
     found = []
 
@@ -81,6 +81,7 @@ def ttgir(kernel, arrays, constants):
     return triton.compile(source, target=target, options=options).asm["ttgir"]
 
 
+@compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("width, value_width", [(128, 128), (256, 512)])
 @pytest.mark.parametrize(
