@@ -3,7 +3,7 @@
     python -m ccq_jax.curves runs/gdn runs/plain-1 runs/plain-2 runs/ccq-1 runs/ccq-2 --out=curves.png
 
 Runs whose folders differ in a number at the end (seeds) share a colour, and their mean is drawn bold.
-A run that began from another one's workdir (`init_from`) begins where that one ended.
+A run that began from another one's workdir (`init_from`) is drawn from the step where that one ended.
 """
 
 import argparse
@@ -41,12 +41,8 @@ def read_curve(workdir: Path) -> Curve:
     label = re.sub(r"[-_]\d+$", "", workdir.name)
     source = Path(config.get("init_from") or "hf:")
     before = metrics.read(source) if read_config(source) else []
-    ends = [line for line in before if "eval/loss" in line]
-    if not ends:
-        return Curve(label, steps, losses, 0)
-    start = ends[-1]["step"]
-    steps = np.concatenate([[start], steps + start])
-    return Curve(label, steps, np.concatenate([[ends[-1]["eval/loss"]], losses]), start)
+    start = before[-1]["step"] if before else 0
+    return Curve(label, steps + start, losses, start)
 
 
 def draw(curves: Sequence[Curve]) -> Figure:

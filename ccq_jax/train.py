@@ -124,6 +124,9 @@ class Run:
         self.loss_sums = validation.make_loss_sums(
             self.graphdef, self.tokenizer.bytes_per_token, config.train.loss_chunk
         )
+        self.start: dict[str, Any] | None = (
+            None  # the first line, where a trained model is begun with
+        )
         if config.init_from and self.step == 0:
             self.notes.append(self._describe_start())
         self.flops_per_token = flops.train_flops_per_token(config.model, config.train.seq_len)
@@ -150,9 +153,11 @@ class Run:
         return latest, meta["position"], meta["documents"]
 
     def _describe_start(self) -> str:
-        """Where a run stands that begins from a trained model."""
+        """Where a run stands that begins from a trained model; also sets `start`."""
         config, params = self.config, self.state["params"]
         found = validation.validation_loss(self.loss_sums, params, map(self._put, self.validation))
+        self.start = {"step": 0, "tokens": 0}
+        self.start |= {f"eval/{name}": value for name, value in found.items()}
         said = f"begins from {config.init_from}, with a validation loss of {found['loss']:.4f}"
         if not config.model.ccq.enabled:
             return said
@@ -184,6 +189,8 @@ class Run:
         say(f"workdir  {self.path}")
         for note in self.notes:
             say(note)
+        if self.start is not None:
+            self.writer.write(self.start)
 
     def train(self, profiler: Profiler) -> int:
         """Trains to the last step, or until a signal: returns that, or 0.

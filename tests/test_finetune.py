@@ -88,6 +88,10 @@ def test_only_ccq_is_trained_where_that_is_asked(backbone, tmp_path, capsys):
     train(config, tmp_path / "run")
     said = capsys.readouterr().out
     assert "begins from" in said and "CCQ changes logits by" in said
+    start, *rest = metrics.read(tmp_path / "run")
+    ended = metrics.read(directory / "run")[-1]["eval/loss"]
+    assert start["step"] == 0 and start["eval/loss"] == pytest.approx(ended, rel=1e-4)
+    assert [line["step"] for line in rest] == [1, 2]
     before, after = flat(model), flat(load_model(tmp_path / "run").model)
     for name, x in before.items():
         np.testing.assert_array_equal(after[name], x, err_msg=name)
@@ -142,11 +146,11 @@ def test_curves_of_runs_go_on_where_their_backbone_ended(backbone, tmp_path):
         config = {"seed": seed, "model": {}, "data": {}, "train": {}}
         config["init_from"] = str(directory / "run")
         (workdir / "config.json").write_text(json.dumps(config))
-        (workdir / "metrics.jsonl").write_text(json.dumps({"step": 2, "eval/loss": last}) + "\n")
+        found = [{"step": 0, "eval/loss": 2.0}, {"step": 2, "eval/loss": last}]
+        (workdir / "metrics.jsonl").write_text("\n".join(map(json.dumps, found)))
     found = curves.read_curve(tmp_path / "ccq-1")
-    before = metrics.read(directory / "run")[-1]["eval/loss"]
     assert (found.label, found.start, found.steps.tolist()) == ("ccq", 4, [4, 6])
-    assert found.losses.tolist() == [before, 1.5]
+    assert found.losses.tolist() == [2.0, 1.5]
     runs = [directory / "run", tmp_path / "ccq-1", tmp_path / "ccq-2"]
     curves.main([*map(str, runs), f"--out={tmp_path / 'curves.png'}"])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
