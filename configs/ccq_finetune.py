@@ -9,8 +9,9 @@ for its parameters have far to go.
 
 Measured with `--config.train.seq_len=256 --config.train.steps=120` and seeds 1, 2, 3, from 240 steps
 of configs/gdn.py at that length, whose validation loss is 1.8370 nats a byte (Python 3.11, JAX 0.10.2,
-CPU): 1.7614, 1.7634, 1.7732 with CCQ, and within 2e-6 of that without. CCQ does not help here, and lambda stays where it began. docs/finetune.png is of these
-runs and of others with `--config.model.ccq.lambda_max=4.0 --config.model.ccq.bias_init=0.0`:
+CPU): 1.7614, 1.7634, 1.7732 with CCQ, and within 2e-6 of that without. CCQ does not help here, and
+lambda stays where it began. docs/finetune.png is of these runs and of others that began at lambda 2
+(`--config.model.ccq.lambda_max=4.0 --config.model.ccq.bias_init=0.0`):
 
     python -m ccq_jax.curves runs/backbone runs/without_CCQ-* runs/CCQ-* ... --out=docs/finetune.png
 
