@@ -241,6 +241,17 @@ def test_what_cannot_be_evaluated_is_refused(checkpoint, tmp_path):
     assert prefix(make_tokenizer("mistral"), "bos") == [1]
 
 
+def test_a_config_of_a_size_may_leave_its_data_unsaid(checkpoint, data, tmp_path):
+    config = default(size="1.3B")
+    config.mesh.data = 1
+    config.data.tokenizer = "bytes"
+    config.eval.update(small().eval)
+    config.eval.mqar.update({"lengths": (32,), "pairs": (2,)})
+    assert run(checkpoint, tmp_path, data, ["mqar"], config)["mqar"]["results"].keys() == {"32"}
+    with pytest.raises(ValueError, match=r"data\.source is 'arrayrecord:'"):
+        run(checkpoint, tmp_path, data, ["language"], config)
+
+
 def test_suites_name_parts():
     assert all(name in parts.PARTS for suite in parts.SUITES.values() for name in suite)
     assert parts.choose(["paper", "lm"]) == list(parts.SUITES["paper"])

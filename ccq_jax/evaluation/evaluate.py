@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from ccq_jax.checkpoint import versions
-from ccq_jax.config import validate
+from ccq_jax.config import default, validate
 from ccq_jax.data import make_tokenizer
 from ccq_jax.evaluation import subject as subjects
 from ccq_jax.evaluation.benchmark_data import DataFolder, Found
@@ -68,7 +68,7 @@ def evaluate(
         no data for any of the parts.
     """
     names = choose(suite)
-    validate(config)
+    _check(config)
     if limit < 0:
         raise ValueError(f"limit is {limit}: it must be 0 (all examples) or more")
     source = checkpoint or str(workdir)
@@ -87,6 +87,13 @@ def evaluate(
         found[name] = _run(name, subject, material[name], folder, limit=limit, again=again)
         _write(name, subject, found[name], folder, beside)
     return found
+
+
+def _check(config: ConfigDict) -> None:
+    """As `validate`, for what counts here: the data may be unsaid, which most parts do not need."""
+    checked = ConfigDict(config.to_dict())
+    checked.data = default().data
+    validate(checked)
 
 
 def find_all(names: Sequence[str], request: Request) -> dict[str, Material]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ccq_jax.checks import Section
 from ccq_jax.data import long_documents, make_recall_batch, recall_options, validate_data
 from ccq_jax.evaluation.context import Context, Material, Measured, Request
 from ccq_jax.evaluation.length import perplexity_by_position
@@ -22,6 +23,9 @@ TASKS = ("mqar", "niah")
 
 def find(request: Request) -> Material:
     """Checks that the run's data are there; raises ValueError if not."""
+    problems = Section("data", request.config.data).data()
+    if problems:
+        raise ValueError("\n  ".join(["the run's data cannot be read:", *problems]))
     validate_data(request.config)
     return Material({"": None})
 

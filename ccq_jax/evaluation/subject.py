@@ -69,7 +69,7 @@ def mesh_of(config: ConfigDict) -> jax.sharding.Mesh | None:
       ValueError: there are not so many devices.
     """
     data, fsdp = config.mesh.data, config.mesh.fsdp
-    devices = jax.devices() if data < 1 else jax.devices()[: data * fsdp]
+    devices = jax.devices() if min(data, fsdp) < 1 else jax.devices()[: data * fsdp]
     mesh = make_mesh(data, fsdp, devices)
     return None if mesh.size == 1 else mesh
 
