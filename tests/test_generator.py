@@ -210,7 +210,7 @@ def grown(text: str, stop=()):
     return row
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     st.text("ab\né", max_size=12), st.lists(st.text("ab\né", min_size=1, max_size=3), max_size=3)
 )

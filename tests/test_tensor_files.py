@@ -31,7 +31,9 @@ def bits(x):
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     shapes=st.dictionaries(
         st.text('ab.0é"', min_size=1, max_size=8), shapes, min_size=1, max_size=6
