@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 from operators import assert_close, run, tokens
 from test_operators import CASES, assert_accurate
 
@@ -70,21 +69,6 @@ def test_heads_that_come_one_at_a_time(operator, shape):
     inputs = shapes.make_inputs(operator, shape, decay="mixed")
     found = run(operator, "pallas", inputs)
     assert_close(found, run(operator, "scan", inputs))
-
-
-@every
-def test_mapped_over_devices(operator):
-    inputs = shapes.make_inputs(operator, Shape(2, 20, 2, 8, 4))
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    spec = PartitionSpec("data")
-    mapped = jax.shard_map(
-        lambda inputs: run(operator, "pallas", inputs),
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=spec,
-        check_vma=False,
-    )
-    assert_close(jax.jit(mapped)(inputs), run(operator, "pallas", inputs))
 
 
 @pytest.mark.parametrize("size", [16, 64, 128])
