@@ -170,7 +170,7 @@ def make_plan(config: ConfigDict, target: Target) -> Plan:
         try:
             compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
-            peak = _asked_for(str(error))
+            peak = _asked_for(str(error), parameters + optimizer)
             if peak is None:
                 raise
             seconds = time.monotonic() - start
@@ -193,12 +193,16 @@ def _local_bytes(tree: Any) -> int:
     )
 
 
-def _asked_for(message: str) -> int | None:
-    """Bytes that a program asked for, of the compiler's message that it does not fit; None of others."""
-    found = re.search(r"(?:Used |required for HLO temporaries \()([\d.]+)([KMGT])", message)
+def _asked_for(message: str, state: int) -> int | None:
+    """Bytes that a program asked for, of the compiler's message that it does not fit; None of others.
+
+    The message counts all of it, or the temporaries beside the `state`'s bytes.
+    """
+    found = re.search(r"(Used |HLO temporaries \()([\d.]+)([KMGT])", message)
     if found is None or "RESOURCE_EXHAUSTED" not in message:
         return None
-    return int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))
+    size = int(float(found[2]) * 1024 ** ("KMGT".index(found[3]) + 1))
+    return size if found[1] == "Used " else size + state
 
 
 def search(

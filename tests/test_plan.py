@@ -146,6 +146,18 @@ def test_search_finds_the_largest_batch_and_the_cheapest_remat(tmp_path, monkeyp
     assert len(tried) <= 3 * 5
 
 
+@pytest.mark.parametrize(
+    "message, size",
+    [
+        ("RESOURCE_EXHAUSTED: ... Used 24.00G of 15.75G hbm. Exceeded", 24 * 2**30),
+        ("RESOURCE_EXHAUSTED: required for HLO temporaries (37.00G) exceeds", 37 * 2**30 + 5),
+        ("INTERNAL: Used 24.00G of patience", None),
+    ],
+)
+def test_the_compilers_messages_say_how_much_was_asked_for(message, size):
+    assert plan._asked_for(message, 5) == size
+
+
 def test_the_devices_that_are_present(tmp_path):
     config = prepared(tmp_path, fsdp=4, batch_size=8)
     target = plan.find_target(None)
