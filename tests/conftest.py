@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 
+import pytest
 from hypothesis import settings
 
 # The same examples in every run: what passes on a commit passes on it again.
@@ -26,3 +27,12 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Frees what a module compiled: over the whole suite it would fill gigabytes."""
+    yield
+    import jax
+
+    jax.clear_caches()
