@@ -33,11 +33,6 @@ from ccq_jax.sharding import make_mesh
 from ccq_jax.topology import Topology
 from kernels import dispatch
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A file under configs/, as FILE[:SIZE].")
-_TOPOLOGY = flags.DEFINE_string("topology", None, "A TPU slice, such as v5p:4x4x4 or v5e:16x16.")
-_SLICES = flags.DEFINE_integer("slices", 1, "TPU slices, joined by the data center's network.")
-_SEARCH = flags.DEFINE_bool("search", False, "Find the largest batch and the cheapest remat.")
-
 REMAT = ("none", "dots", "full")  # the cheapest first
 GIB = 2**30
 # Of float32 parameters, their gradients and two moments, in bytes a parameter.
@@ -70,14 +65,24 @@ class Target(NamedTuple):
     topology: Topology | None
 
 
+def define_flags() -> None:
+    """Defines the command's flags; not on import, where they would meet those of train.py."""
+    config_flags.DEFINE_config_file("config", None, "A file under configs/, as FILE[:SIZE].")
+    flags.DEFINE_string("topology", None, "A TPU slice, such as v5p:4x4x4 or v5e:16x16.")
+    flags.DEFINE_integer("slices", 1, "TPU slices, joined by the data center's network.")
+    flags.DEFINE_bool("search", False, "Find the largest batch and the cheapest remat.")
+    flags.mark_flag_as_required("config")
+
+
 def main(argv: list[str]) -> int:
     """Plans as the flags say; returns the exit status."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}: fields are set as --config.NAME=VALUE")
+    given = flags.FLAGS
     try:
-        target = find_target(_TOPOLOGY.value, _SLICES.value)
-        config = prepare(_CONFIG.value)
-        if _SEARCH.value:
+        target = find_target(given.topology, given.slices)
+        config = prepare(given.config)
+        if given.search:
             config, plan = search(config, target, lambda line: print(line, flush=True))
         else:
             check_sizes(config, target)
@@ -86,7 +91,7 @@ def main(argv: list[str]) -> int:
         print(f"ccq_jax.plan: {error}", file=sys.stderr)
         return 2
     print(report(config, target, plan))
-    if _SEARCH.value:
+    if given.search:
         print(f"flags        {' '.join(as_flags(config))}")
     return 0 if plan.fits else 1
 
@@ -320,5 +325,5 @@ def _shortest_step(config: ConfigDict, mesh: Mesh, per_token: float) -> str:
 
 
 if __name__ == "__main__":
-    flags.mark_flag_as_required("config")
+    define_flags()
     app.run(main)

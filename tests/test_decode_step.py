@@ -48,7 +48,7 @@ def assert_accurate(backbone, implementation, shape, dtype, case):
 @each_backbone
 def test_many_tokens_are_those_of_float64(backbone, case):
     if backbone == DELTA and case.decay == "mixed per head":
-        pytest.skip("its decays are one a head always")
+        pytest.skip("the delta rule has one decay a head in every case")
     shape = GROUPED if backbone == DELTA else SHORT
     for dtype in check.DTYPES:
         assert_accurate(backbone, "scan", shape, dtype, case)

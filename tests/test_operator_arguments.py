@@ -99,7 +99,7 @@ def test_an_unknown_implementation_is_refused(operator):
 def test_a_named_implementation_that_cannot_run_says_why(operator, implementation):
     reason = dispatch.unavailable(operator, implementation)
     if reason is None:
-        pytest.skip("it runs here")
+        pytest.skip(f"{implementation} can run here, so it has nothing to say")
     with pytest.raises(RuntimeError, match=f"'{implementation}' cannot run here: ."):
         call(operator, {}, implementation=implementation)
 
@@ -124,7 +124,7 @@ def test_the_best_of_a_platform_runs_and_a_fallback_warns_once(monkeypatch):
 @pytest.mark.parametrize("operator", shapes.OPERATORS)
 def test_the_default_on_a_cpu_does_not_warn(operator):
     if jax.default_backend() != "cpu":
-        pytest.skip("of CPUs")
+        pytest.skip("says what holds where JAX's devices are CPUs; here they are not")
     call(operator, {})
 
 

@@ -90,9 +90,9 @@ def test_batched_by_vmap(operator, implementation):
 @pytest.mark.parametrize("case", ["plain", "no decay", "not centered"])
 def test_sharded_over_the_batch(operator, implementation, case):
     if case == "not centered" and operator != "ccq_query":
-        pytest.skip("of ccq_query")
+        pytest.skip("centered is an argument of ccq_query alone")
     if jax.device_count() < 2:
-        pytest.skip("needs two devices")
+        pytest.skip("sharding needs two devices; this machine has one")
     decay = "none" if case == "no decay" else "mild"
     inputs = shapes.make_inputs(
         operator, Shape(2, 40, 2, 8, 4), decay=decay, segments=True, initial_state=False

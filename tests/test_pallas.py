@@ -20,7 +20,7 @@ every = pytest.mark.parametrize("operator", shapes.OPERATORS)
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     if jax.default_backend() == "tpu":
-        pytest.skip("the tests of all implementations run them")
+        pytest.skip("on a TPU tests/test_operators.py runs the kernels, compiled")
     monkeypatch.setenv(pallas_util.INTERPRET, "1")
 
 

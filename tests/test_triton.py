@@ -35,7 +35,7 @@ def choose(shape="bfloat16 K128 V128"):
 
 def test_named_on_a_cpu_says_that_it_needs_a_gpu():
     if jax.default_backend() == "gpu":
-        pytest.skip("this machine has a GPU")
+        pytest.skip("says what a machine without a GPU is told; this one has one")
     inputs = shapes.make_inputs("gated_delta_rule", shapes.SHAPES["short"])
     with pytest.raises(RuntimeError, match=r"needs a GPU.*cpu"):
         gated_delta_rule(**inputs, implementation="triton")
@@ -116,7 +116,7 @@ def test_tuning_varies_one_step_around_the_start():
 
 def test_tuning_without_a_gpu_says_why(capsys):
     if jax.default_backend() == "gpu":
-        pytest.skip("this machine has a GPU")
+        pytest.skip("says what a machine without a GPU is told; this one has one")
     with pytest.raises(SystemExit) as stopped:
         tune.main(["--op=gated_delta_rule"])
     assert stopped.value.code == 1
