@@ -26,7 +26,6 @@ from ccq_jax.tensor_files import TensorFolder
 OWN = ("ccq", "dtype", "remat", "implementation", "chunk_size")
 """Fields of `config.model` that are the run's; the others are the backbone's."""
 _FREE = ("bias_init", "fixed_lambda")  # of ccq: they are no part of trained parameters
-HF = "hf:"
 
 
 def adopt(config: ConfigDict, workdir: Path) -> ConfigDict:
@@ -58,8 +57,8 @@ def adopt(config: ConfigDict, workdir: Path) -> ConfigDict:
 
 def _describe(source: str) -> tuple[dict[str, Any], str]:
     """The complete `config.model` of a backbone, and its tokenizer's name or ""."""
-    if source.startswith(HF):
-        folder = Path(source.removeprefix(HF)).expanduser()
+    folder = interop.hf_folder(source)
+    if folder is not None:
         try:
             model = resolve_model(interop.read_config(folder)).to_dict()
         except OSError as error:
@@ -98,8 +97,9 @@ def load_parameters(config: ConfigDict, params: PyTree[Array]) -> PyTree[Array]:
     """
     flat = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
     source = config.init_from
-    if source.startswith(HF):
-        loaded = dict(_from_hf(Path(source.removeprefix(HF)).expanduser(), flat))
+    folder = interop.hf_folder(source)
+    if folder is not None:
+        loaded = dict(_from_hf(folder, flat))
     else:
         loaded = _from_run(Path(source).expanduser().absolute(), flat)
     unknown = sorted(loaded.keys() - flat.keys())

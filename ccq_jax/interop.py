@@ -21,6 +21,14 @@ from ccq_jax.hf_config import config_from_hf, config_to_hf
 from ccq_jax.model import LanguageModel
 from ccq_jax.tensor_files import DTYPES, SHARD_BYTES, Planned, TensorFolder, write_tensors
 
+HF = "hf:"
+"""In front of a folder in Hugging Face form, where a run's workdir may stand as well."""
+
+
+def hf_folder(source: str) -> Path | None:
+    """The folder that "hf:FOLDER" names; None for anything else, such as a run's workdir."""
+    return Path(source.removeprefix(HF)).expanduser() if source.startswith(HF) else None
+
 
 def load_hf(directory: str | Path, *, dtype: str | None = None) -> LanguageModel:
     """A model from a folder in Hugging Face form.

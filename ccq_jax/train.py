@@ -124,9 +124,8 @@ class Run:
         self.loss_sums = validation.make_loss_sums(
             self.graphdef, self.tokenizer.bytes_per_token, config.train.loss_chunk
         )
-        self.start: dict[str, Any] | None = (
-            None  # the first line, where a trained model is begun with
-        )
+        # The first line of the metrics, where the run begins from a trained model.
+        self.start: dict[str, Any] | None = None
         if config.init_from and self.step == 0:
             self.notes.append(self._describe_start())
         self.flops_per_token = flops.train_flops_per_token(config.model, config.train.seq_len)

@@ -27,6 +27,7 @@ from ccq_jax.evaluation.benchmark_data import DataFolder, Found
 from ccq_jax.evaluation.context import Context, Material, Request, Results, key_of, prefix
 from ccq_jax.evaluation.parts import PARTS, Part, choose
 from ccq_jax.evaluation.subject import Subject
+from ccq_jax.interop import hf_folder
 from ccq_jax.workdir import write_atomically
 
 HINT = "A copy is what `hf download --repo-type dataset NAME --local-dir DATA_DIR/NAME` makes."
@@ -74,13 +75,13 @@ def evaluate(
     source = checkpoint or str(workdir)
     if not source:
         raise ValueError("give a workdir, or a checkpoint as hf:FOLDER")
-    if checkpoint and not checkpoint.startswith(subjects.HF):
+    if checkpoint and hf_folder(checkpoint) is None:
         raise ValueError(f"checkpoint is {checkpoint!r}: it must be hf: and a folder")
     request = Request(subjects.describe(source, config), DataFolder(data_dir, hub=hub), limit)
     prefix(make_tokenizer(request.config.data.tokenizer), config.eval.bos)  # there is such a token
     material = find_all(names, request)
     subject = subjects.load(source, config, step=step)
-    folder = Path(str(workdir) or source.removeprefix(subjects.HF)).expanduser() / "eval"
+    folder = (hf_folder(str(workdir) or source) or Path(str(workdir)).expanduser()) / "eval"
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
     for name in material:

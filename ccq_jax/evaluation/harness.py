@@ -21,6 +21,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
+from ccq_jax import interop
 from ccq_jax.config import default, validate
 from ccq_jax.evaluation import subject as subjects
 from ccq_jax.evaluation.context import Context, prefix
@@ -69,7 +70,7 @@ class HarnessModel(TemplateLM):
                 config.eval.context_length, config.eval.bos = int(context_length), str(bos)
                 config.eval.batch_size = int(rows)
             validate(config)
-            source = str(workdir) or subjects.HF + str(hf)
+            source = str(workdir) or interop.HF + str(hf)
             config = subjects.describe(source, config)
             context = Context(subjects.load(source, config, step=step), title="lm_eval")
         self.context = context

@@ -21,8 +21,6 @@ from ccq_jax.sharding import make_mesh, parameter_shardings
 from ccq_jax.state import fingerprint
 from ccq_jax.tensor_files import TensorFolder
 
-HF = "hf:"
-
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
@@ -84,8 +82,8 @@ def describe(source: str, config: ConfigDict) -> ConfigDict:
     Raises:
       ValueError: there is no such checkpoint.
     """
-    if source.startswith(HF):
-        folder = Path(source.removeprefix(HF)).expanduser()
+    folder = interop.hf_folder(source)
+    if folder is not None:
         found = ConfigDict(config.to_dict())
         try:
             found.model = resolve_model(interop.read_config(folder))
@@ -124,16 +122,17 @@ def load(source: str, config: ConfigDict, *, step: int | str = "latest") -> Subj
       ValueError: there is no such checkpoint, it is another model's, or its files are damaged.
     """
     mesh = mesh_of(config)
-    if source.startswith(HF):
+    folder = interop.hf_folder(source)
+    if folder is not None:
         found = describe(source, config)
-        return Subject(source, _load_hf(source, found, mesh), found, None, mesh)
+        return Subject(source, _load_hf(folder, found, mesh), found, None, mesh)
     run = checkpoint.load_model(source, step=step, model=config.model, mesh=mesh)
     found = ConfigDict({**run.config.to_dict(), "eval": config.eval.to_dict()})
     found.mesh = ConfigDict(config.mesh.to_dict())
     return Subject(f"{source}, step {run.step}", run.model, found, run.step, mesh)
 
 
-def _load_hf(source: str, config: ConfigDict, mesh: Any) -> LanguageModel:
+def _load_hf(folder: Path, config: ConfigDict, mesh: Any) -> LanguageModel:
     abstract = nnx.eval_shape(lambda: LanguageModel(config.model, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
@@ -144,13 +143,13 @@ def _load_hf(source: str, config: ConfigDict, mesh: Any) -> LanguageModel:
         leaves = jax.tree_util.tree_leaves_with_path(placed)
         shardings = {".".join(str(key.key) for key in path): x for path, x in leaves}
     try:
-        with TensorFolder(Path(source.removeprefix(HF)).expanduser()) as folder:
-            for path, array in interop.read_parameters(folder, abstract.config, shapes):
+        with TensorFolder(folder) as tensors:
+            for path, array in interop.read_parameters(tensors, abstract.config, shapes):
                 value = np.asarray(array, np.float32)
                 placed = jax.device_put(value, shardings[path]) if shardings else jnp.asarray(value)
                 flat[path].set_value(placed)
     except OSError as error:
-        raise ValueError(f"checkpoint is {source!r}: {error}") from error
+        raise ValueError(f"checkpoint is {interop.HF + str(folder)!r}: {error}") from error
     return nnx.merge(graph, state)
 
 
