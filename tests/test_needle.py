@@ -25,7 +25,9 @@ def test_prompts_have_the_length_and_the_depth_that_are_asked_for(task, tokenize
         assert text.count(prompt.answer) == 1
         assert re.fullmatch(PATTERN[task], prompt.answer)
         haystack = text[text.index("\n") : text.rindex("\n")]
-        depth = 100 * haystack.index("One of the special") / len(haystack)
+        start = haystack.index("One of the special")
+        stop = haystack.index(prompt.answer) + len(prompt.answer) + 1
+        depth = 100 * start / (len(haystack) - (stop - start))
         assert abs(depth - prompt.depth) < 10  # a line or a sentence is not divided
 
 
@@ -35,7 +37,7 @@ def test_a_question_reads_as_in_ruler():
     lines = tokenizer.decode(prompt.tokens).split("\n")
     start = "A special magic number is hidden within the following text. Make sure to memorize it."
     assert lines[0] == f"{start} I will quiz you about the number afterwards."
-    found = re.fullmatch(r"One of the special magic numbers for (\S+) is: (\d+)\.", lines[1])
+    found = re.fullmatch(r"One of the special magic numbers for (.+) is: (\d+)\.", lines[1])
     key, value = found.groups()
     assert value == prompt.answer
     assert lines[2] == (
@@ -52,6 +54,22 @@ def test_few_essays_are_repeated():
     (prompt,) = needle.make_prompts("2", tokenizer, 2000, 1, essays="One. Two is here.")
     assert tokenizer.decode(prompt.tokens).count("Two is here.") > 50
     assert 1984 < len(prompt.tokens) + needle.ANSWER <= 2000
+
+
+def test_keys_are_drawn_from_as_many_words_as_in_ruler():
+    adjectives, nouns = needle.key_words()
+    assert len(set(adjectives)) > 900 and len(set(nouns)) > 6700
+    tokenizer = make_tokenizer("bytes")
+    prompts = needle.make_prompts("1", tokenizer, 600, 40)
+    found = [
+        re.search(r"numbers for (.+) is: \d", tokenizer.decode(prompt.tokens)).group(1)
+        for prompt in prompts
+    ]
+    assert len(set(found)) == 40
+    assert all(
+        any(key == f"{first}-{key[len(first) + 1 :]}" for first in adjectives) for key in found
+    )
+    assert all(any(key.endswith("-" + noun) for noun in nouns) for key in found)
 
 
 def test_depths_are_spread_evenly_and_prompts_differ():

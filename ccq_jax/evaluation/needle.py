@@ -5,11 +5,13 @@
 3  Essays; a word's UUID.
 
 A prompt with room for 128 tokens of answer has the length that is asked for, by the model's own
-tokenizer, or falls short of it by less than a line or a word. Depths are spread evenly. RULER draws
-its words from longer lists, and its depths at random.
+tokenizer, or falls short of it by less than a line or a word. Keys are an adjective and a noun of the
+lists that RULER takes them from, the package wonderwords'. Depths are spread evenly, where RULER draws
+them at random.
 """
 
 import bisect
+import functools
 import re
 import uuid
 from collections.abc import Sequence
@@ -33,28 +35,6 @@ _QUESTION = (
     "I will quiz you about the {kind} afterwards.\n{text}\n"
     "What is the special magic {kind} for {key} mentioned in the provided text? "
     "The special magic {kind} for {key} mentioned in the provided text is"
-)
-_ADJECTIVES = (
-    "able ancient bitter bold brave brief bright broad calm careful cheerful clean clear clever cold "
-    "curious dark deep distant dusty eager early empty faint fair famous fast fierce fine firm flat "
-    "fresh gentle giant glad golden grand grave great happy hollow honest humble hungry idle jolly "
-    "keen kind large late lazy light lively lonely loud lucky mellow mild narrow neat noble odd old "
-    "pale patient plain polite proud pure quick quiet rapid rare ready rich ripe robust rough round "
-    "rusty sharp shiny short shy silent simple sleepy slow smart smooth soft solid steady stiff still "
-    "strange strict sturdy subtle sudden sweet swift tall tame tender thick thin tidy tiny tough vast "
-    "vivid warm wide wild wise witty young"
-)
-_NOUNS = (
-    "actor album anchor apple arrow artist attic badge baker balcony barrel basket beach bench bird "
-    "blanket boat bottle bridge brother bucket building button cabin camera candle carpet castle cave "
-    "ceiling chain chair chapter cheese circle city clock cloud coast coat coffee college corner "
-    "cottage cousin crown curtain desert desk dinner doctor dragon drawer engine farmer feather fence "
-    "field finger fire flower forest fountain garden gate glove grain guitar hammer harbor hat hill "
-    "horse hotel island jacket journal judge kettle key kitchen ladder lake lamp leaf letter library "
-    "lion map market meadow mirror mountain museum needle net novel ocean office orange oven painter "
-    "palace paper parrot pencil piano pilot planet pocket poem pond queen rabbit river road roof rope "
-    "sailor school shadow ship shoe singer sister spoon station stone story street table teacher "
-    "temple tiger tower train tree tunnel uncle valley village violin wagon wall window winter writer"
 )
 
 
@@ -139,7 +119,7 @@ def make_prompts(
     units = 0
     prompts = []
     for i in range(count):
-        key = "-".join(str(rng.choice(words.split())) for words in (_ADJECTIVES, _NOUNS))
+        key = "-".join(words[rng.integers(len(words))] for words in key_words())
         value = str(rng.integers(10**6, 10**7))
         if TASKS[task] == "uuid":
             value = str(uuid.UUID(bytes=rng.bytes(16), version=4))
@@ -147,6 +127,16 @@ def make_prompts(
         tokens, units = _fill(haystack, needle, tokenizer, length - ANSWER - len(prefix), units)
         prompts.append(Prompt([*prefix, *tokens], value, needle.depth))
     return prompts
+
+
+@functools.cache
+def key_words() -> tuple[list[str], list[str]]:
+    """The adjectives and the nouns that keys are made of."""
+    from wonderwords import RandomWord  # reads its lists, which takes half a second
+
+    words = RandomWord()
+    adjectives, nouns = (words.filter(include_categories=[x]) for x in ("adjectives", "nouns"))
+    return adjectives, nouns
 
 
 class _Needle(NamedTuple):
