@@ -2,19 +2,25 @@ r"""Puts evaluated runs beside each other, and beside published figures.
 
     python -m ccq_jax.compare runs/gdn runs/ccq_gdn
     python -m ccq_jax.compare runs/gdn runs/ccq_gdn --figures='recall/*,language/*' --out=comparison
+    python -m ccq_jax.compare runs/gdn-[0-4] runs/ccq_gdn-[0-4] --seeds
 
 Reads RUN/eval/*.json, as eval.py writes them. Every run is compared with the first: where both were
 measured on the same examples, the difference comes with a bootstrap interval (95 %), the p of a paired
 permutation test, and q, Benjamini and Hochberg's, which allows for the number of figures compared.
 Intervals and tests are over examples: they say nothing of what another training seed would give.
+
+With --seeds, runs whose folders differ in a number at the end are one model, trained with several seeds:
+figures are means over seeds, and differences are taken seed by seed, so that intervals (Student's, as
+seeds are few) and tests are over seeds.
 """
 
 import argparse
 import contextlib
 import fnmatch
 import json
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +47,9 @@ DESCRIPTIONS = (
     "version",
 )
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+
+
+Compared = tuple[Sequence["Run"], dict[str, list["Cell | None"]]]
 
 
 class Run(NamedTuple):
@@ -90,6 +99,38 @@ def _flatten(tree: Any, path: str) -> Iterator[tuple[str, float]]:
                 yield from _flatten(value, f"{path}/{name}")
     elif isinstance(tree, int | float) and not isinstance(tree, bool):
         yield path, float(tree)
+
+
+def join_seeds(runs: Sequence[Run]) -> list[Run]:
+    """A run for each model: means over its seeds, which are their examples.
+
+    Args:
+      runs: named as NAME-SEED or NAME_SEED; runs of one NAME are one model.
+
+    Raises:
+      ValueError: a model has other seeds than the first.
+    """
+    models: dict[str, dict[int, Run]] = {}
+    for run in runs:
+        found = re.fullmatch(r"(.*)[-_](\d+)/?", run.name)
+        if found is None:
+            raise ValueError(f"{run.name} does not end in a seed, as runs/gdn-1 does")
+        models.setdefault(found[1], {})[int(found[2])] = run
+    seeds = sorted(next(iter(models.values())))
+    joined = []
+    for name, by_seed in models.items():
+        if sorted(by_seed) != seeds:
+            raise ValueError(f"{name} has the seeds {sorted(by_seed)}, and not {seeds}")
+        members = [by_seed[seed].figures for seed in seeds]
+        values = {
+            path: np.array([figures[path] for figures in members])
+            for path in members[0]
+            if all(path in figures for figures in members)
+        }
+        means = {path: float(x.mean()) for path, x in values.items()}
+        examples = {path: Examples(x, np.ones_like(x)) for path, x in values.items()}
+        joined.append(Run(name, means, examples))
+    return joined
 
 
 def compare(runs: Sequence[Run], patterns: Sequence[str] = ("*",)) -> dict[str, list[Cell | None]]:
@@ -166,7 +207,7 @@ def published(rows: dict[str, list[Cell | None]]) -> Table:
     return Table("Published", ["figure", "model", "published", "source"], lines)
 
 
-def draw(data: tuple[Sequence[Run], dict[str, list[Cell | None]]]) -> Figure:
+def draw(data: Compared) -> Figure:
     """Differences from the first run, in units of the half-width of their interval."""
     runs, rows = data
     found = [
@@ -198,7 +239,36 @@ def draw(data: tuple[Sequence[Run], dict[str, list[Cell | None]]]) -> Figure:
     return figure
 
 
-def write(folder: Path, runs: Sequence[Run], rows: dict[str, list[Cell | None]]) -> None:
+def draw_seeds(data: Compared) -> Figure:
+    """A panel a figure: a line a model, with a dot for each seed and a bar at the mean."""
+    runs, rows = data
+    width = min(4, len(rows))
+    height = -(-len(rows) // width)
+    size = (1.4 + 2.1 * width, height * (0.8 + 0.26 * len(runs)))
+    figure = Figure(figsize=size)
+    grid = figure.subplots(height, width, squeeze=False, sharey=True).flat
+    for path, axes in zip(rows, grid, strict=False):
+        for at, run in enumerate(runs):
+            if path not in run.examples:
+                continue
+            values = run.examples[path].values
+            colour = plots.BASELINE if at == 0 else plots.TRAIN
+            axes.plot(values, np.full(len(values), at), "o", color=colour, alpha=0.5, markersize=4)
+            axes.plot(values.mean(), at, "|", color=colour, markersize=14, markeredgewidth=2)
+        axes.set_title(path, fontsize=8)
+        axes.set_yticks(range(len(runs)), [Path(run.name).name for run in runs])
+    axes.invert_yaxis()  # of all panels: they share it
+    for axes in grid:
+        axes.set_axis_off()
+    return figure
+
+
+def write(
+    folder: Path,
+    runs: Sequence[Run],
+    rows: dict[str, list[Cell | None]],
+    picture: Callable[[Compared], Figure],
+) -> None:
     """comparison.md, .csv, .json and, where anything was tested, .png."""
     folder.mkdir(parents=True, exist_ok=True)
     shown = [x for x in (table(runs, rows), published(rows)) if x.rows]
@@ -210,7 +280,7 @@ def write(folder: Path, runs: Sequence[Run], rows: dict[str, list[Cell | None]])
     }
     write_atomically(folder / "comparison.json", json.dumps(found, indent=2) + "\n")
     if any(cell and cell.difference for row in rows.values() for cell in row):
-        plots.save(draw, (runs, rows), folder / "comparison.png")
+        plots.save(picture, (runs, rows), folder / "comparison.png")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -222,10 +292,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a directory with an evaluation")
     parser.add_argument("--figures", default="*", help="shell patterns of the figures' paths")
+    parser.add_argument(
+        "--seeds", action="store_true", help="runs NAME-SEED of a NAME are one model"
+    )
     parser.add_argument("--out", help="folder for comparison.md, .csv, .json and .png")
     args = parser.parse_args(argv)
     try:
         runs = [read_run(folder) for folder in args.runs]
+        runs = join_seeds(runs) if args.seeds else runs
     except ValueError as error:
         print(f"compare: {error}", file=sys.stderr)
         return 1
@@ -238,7 +312,8 @@ def main(argv: list[str] | None = None) -> int:
         if shown.rows:
             console.print(shown.rich())
     if args.out:
-        write(Path(args.out).expanduser(), runs, rows)
+        picture = draw_seeds if args.seeds else draw
+        write(Path(args.out).expanduser(), runs, rows, picture)
         print(f"wrote {args.out}/comparison.md, .csv, .json")
     return 0
 

@@ -39,6 +39,15 @@ def test_intervals_cover_the_mean_as_often_as_they_say():
     assert 50 <= covered <= 60
 
 
+def test_intervals_of_few_examples_cover_the_mean_as_well():
+    rng = np.random.default_rng(3)
+    covered = 0
+    for _ in range(400):
+        low, high = statistics.interval(examples(rng.normal(2, 1, 4)))
+        covered += low <= 2 <= high
+    assert 365 <= covered <= 395  # 95 %; a bootstrap of four covers some 80 %
+
+
 def test_weights_count_in_the_mean():
     assert examples([1.0, 4.0], [3, 1]).mean == pytest.approx(1.75)
 
@@ -124,6 +133,26 @@ def test_the_command_writes_tables_and_a_picture(runs, tmp_path, capsys):
     assert (
         json.loads((out / "comparison.json").read_text())["part/loss"][str(runs[1])]["value"] == 1.5
     )
+
+
+def test_seeds_of_a_model_are_joined_and_paired_by_seed(tmp_path, capsys):
+    for seed, (base, gain) in {3: (0.2, 0.11), 7: (0.6, 0.09), 11: (0.4, 0.1)}.items():
+        write_run(tmp_path / f"base-{seed}", {"accuracy": base, "only_base": 1})
+        write_run(tmp_path / f"new-{seed}", {"accuracy": base + gain})
+    folders = sorted(map(str, tmp_path.iterdir()))
+    base, new = compare.join_seeds([compare.read_run(folder) for folder in folders])
+    assert base.figures["part/accuracy"] == pytest.approx(0.4)
+    (row,) = compare.compare([base, new]).values()
+    assert row[1].difference.mean == pytest.approx(0.1)
+    low, high = row[1].difference.interval
+    assert 0.05 < low < 0.09 and 0.11 < high < 0.15  # Student's: 0.1 +- 4.3 * 0.01 / sqrt(3)
+    assert row[1].difference.p == pytest.approx(0.25)  # 2 of 8 signs
+    assert compare.main([*folders, "--seeds", f"--out={tmp_path / 'out'}"]) == 0
+    assert (tmp_path / "out" / "comparison.png").is_file()
+    with pytest.raises(ValueError, match=r"seeds \[3, 7\], and not \[3, 7, 11\]"):
+        compare.join_seeds([compare.read_run(x) for x in folders if not x.endswith("new-11")])
+    assert compare.main([str(write_run(tmp_path / "plain", {})), "--seeds"]) == 1
+    assert "plain does not end in a seed" in capsys.readouterr().err
 
 
 def test_published_figures_stand_beside_those_of_the_same_name(tmp_path):

@@ -255,6 +255,7 @@ def test_a_config_of_a_size_may_leave_its_data_unsaid(checkpoint, data, tmp_path
 def test_suites_name_parts():
     assert all(name in parts.PARTS for suite in parts.SUITES.values() for name in suite)
     assert parts.choose(["paper", "lm"]) == list(parts.SUITES["paper"])
+    assert parts.choose(["all"]) == list(parts.PARTS)
     assert callable(evaluation)
 
 

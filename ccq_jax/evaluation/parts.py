@@ -160,6 +160,7 @@ PARTS: dict[str, Part] = {
 SUITES: dict[str, tuple[str, ...]] = {
     "run": ("language", "length", "recall"),
     "paper": ("lm", "s_niah", "extrapolation", "longbench", "retrieval", "mqar"),
+    "all": tuple(PARTS),
 }
 
 

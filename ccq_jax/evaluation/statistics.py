@@ -1,4 +1,4 @@
-"""How sure a figure is, and whether two models differ: bootstrap intervals and paired tests."""
+"""How sure a figure is, and whether two models differ: intervals and paired tests."""
 
 import warnings
 from typing import NamedTuple
@@ -9,6 +9,8 @@ from scipy import stats
 
 LEVEL = 0.95
 RESAMPLES = 9999
+FEW = 20
+"""Below as many examples a bootstrap's intervals are too narrow: Student's are taken."""
 
 
 class Examples(NamedTuple):
@@ -65,21 +67,24 @@ class Difference(NamedTuple):
 
 
 def interval(examples: Examples, seed: int = 0) -> Interval:
-    """The confidence interval of the mean: Clopper and Pearson's of shares, else bootstrap (BCa)."""
+    """The confidence interval of the mean.
+
+    Clopper and Pearson's of shares; else of few examples of one weight Student's, or bootstrap (BCa).
+    """
     values, weights = examples
     for whole in (1, 100):  # right answers, and right answers in %
         if np.isin(values, (0, whole)).all() and (weights == weights[0]).all():
             test = stats.binomtest(int((values > 0).sum()), len(values))
             low, high = test.proportion_ci(LEVEL, method="exact")
             return Interval(whole * float(low), whole * float(high))
-    return _bootstrap(values, weights, seed)
+    return _interval(values, weights, seed)
 
 
 def difference(first: Examples, second: Examples, seed: int = 0) -> Difference:
     """Compares two models on the same examples, pair by pair.
 
-    The interval is a bootstrap over examples; p is that of the paired permutation test, which flips
-    the sign of an example's difference at random.
+    The interval is Student's of few examples and else a bootstrap; p is that of the paired permutation
+    test, which flips the sign of an example's difference at random.
 
     Raises:
       ValueError: not the same examples, as far as their number and weights tell.
@@ -99,7 +104,7 @@ def difference(first: Examples, second: Examples, seed: int = 0) -> Difference:
         n_resamples=RESAMPLES,
         rng=np.random.default_rng(seed),
     )
-    return Difference(mean, _bootstrap(gaps, weights, seed), float(test.pvalue))
+    return Difference(mean, _interval(gaps, weights, seed), float(test.pvalue))
 
 
 def false_discovery(p: list[float]) -> list[float]:
@@ -111,9 +116,16 @@ def _weighted_mean(values: np.ndarray, weights: np.ndarray, axis: int = -1) -> n
     return (values * weights).sum(axis=axis) / weights.sum(axis=axis)
 
 
-def _bootstrap(values: np.ndarray, weights: np.ndarray, seed: int) -> Interval:
+def _interval(values: np.ndarray, weights: np.ndarray, seed: int) -> Interval:
     if len(values) < 2:
         return Interval(float("-inf"), float("inf"))
+    if len(values) < FEW and (weights == weights[0]).all():
+        half = stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * stats.sem(values)
+        return Interval(float(values.mean() - half), float(values.mean() + half))
+    return _bootstrap(values, weights, seed)
+
+
+def _bootstrap(values: np.ndarray, weights: np.ndarray, seed: int) -> Interval:
     arguments = {
         "statistic": _weighted_mean,
         "paired": True,
