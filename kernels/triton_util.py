@@ -140,6 +140,21 @@ def poisoned_outputs() -> Iterator[None]:
         _poison = False
 
 
+def in_place(x: jax.Array) -> jax.Ref:
+    """For a kernel to update: the caller's buffer where that is donated, else a copy.
+
+    The barriers here and in `after` keep XLA (of JAX 0.11.2) from fusing the kernel with a slice that
+    x is, or with an update of a larger array by the result: within such a fusion the kernel still writes
+    through its operand, so into the array that x is a slice of, and its result is never written.
+    """
+    return jax.new_ref(jax.lax.optimization_barrier(x))
+
+
+def after(ref: jax.Ref) -> jax.Array:
+    """What a kernel left in a buffer of `in_place`."""
+    return jax.lax.optimization_barrier(jax.freeze(ref))
+
+
 def call(
     kernel: Any,
     *operands: jax.Array | jax.Ref | int | float,
@@ -174,9 +189,9 @@ def call(
         **constants,
     )
     if _poison:
-        filled = jax.tree.map(lambda x: jax.new_ref(jnp.full(x.shape, jnp.nan, x.dtype)), out)
+        filled = jax.tree.map(lambda x: in_place(jnp.full(x.shape, jnp.nan, x.dtype)), out)
         launch(*jax.tree.leaves(filled), out_type=())
-        results = jax.tree.map(lambda x: x[...], filled)
+        results = jax.tree.map(after, filled)
     else:
         results = launch(out_type=out)
     # Inside shard_map the call forgets over which mesh axes its results vary.

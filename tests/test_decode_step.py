@@ -125,6 +125,26 @@ def test_one_layer_of_several_is_updated_and_the_others_stay(backbone, implement
             jax.tree.map(np.testing.assert_array_equal, pick(states, other), before)
 
 
+@pytest.mark.parametrize("implementation", HERE)
+@each_backbone
+def test_states_can_be_cut_out_of_a_larger_array_which_stays_as_it_is(backbone, implementation):
+    token = one_token(inputs_of(backbone, shapes.SHAPES["k64"]))
+    states = token.pop("state"), token.pop("moments")
+    step = lambda state, moments, name: kernels.decode_step(
+        **token, state=state, moments=moments, implementation=name
+    )
+    stacked = jax.tree.map(lambda x: jnp.stack([x, -x, 2 * x]), states)
+    before = jax.tree.map(np.asarray, stacked)
+
+    @jax.jit
+    def each(stacked):
+        return jax.lax.scan(lambda _, x: (None, step(*x, implementation)), None, stacked)[1]
+
+    found = each(stacked)
+    jax.tree.map(np.testing.assert_array_equal, stacked, before)
+    assert_close(found, jax.vmap(lambda *x: step(*x, "scan"))(*stacked), 1e-5)
+
+
 def test_the_statistics_can_count_another_key():
     token = one_token(inputs_of(GLA))
     out, state, moments = kernels.decode_step(**token, ccq_k=2 * token["k"])

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import warnings
 
 import jax
@@ -105,13 +106,26 @@ def test_a_small_device_takes_shorter_chunks(device, monkeypatch):
     assert gdn._chunk("backward", q, None) == 32
 
 
-def test_tuning_varies_one_step_around_the_start():
-    start = {"BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
-    near = list(tune.neighbours(start))
-    assert near[0] == start and near.count(start) == 1
-    assert {config["BLOCK_K"] for config in near} == {32, 64, 128}
-    assert {config["num_warps"] for config in near} == {2, 4, 8}
-    assert {config["num_stages"] for config in near} == {1, 2, 3}
+def test_tuning_changes_one_number_at_a_time():
+    near = list(tune.neighbours({"BLOCK_K": 16, "num_warps": 4, "num_stages": 1}))
+    expected = {(32, 4, 1), (16, 2, 1), (16, 8, 1), (16, 4, 2)}
+    assert {tuple(config.values()) for config in near} == expected
+
+
+def test_tuning_climbs_to_the_fastest_and_times_nothing_twice():
+    timed = []
+
+    def time(config):
+        timed.append(tuple(config.values()))
+        block, stages = timed[-1]
+        if block == 256:  # refused
+            return math.inf
+        return 10 - block / 32 - stages + (3 if stages == 2 and block < 128 else 0)
+
+    start = {"BLOCK": 16, "num_stages": 1}
+    assert tune.climb(start, time) == {"BLOCK": 128, "num_stages": 4}
+    assert len(timed) == len(set(timed))
+    assert tune.climb(start, lambda config: 1 - 1e-3 * config["BLOCK"] / 32) == start  # noise
 
 
 def test_tuning_without_a_gpu_says_why(capsys):

@@ -1,7 +1,7 @@
 """The decode step on GPUs, through jax-triton: a pass over CCQ's covariances, then one over the states.
 
 The second pass reads with a query that takes all of a covariance, hence two kernels. Each reads and
-writes its state once, in place: a `Ref` is the caller's buffer where that is donated, else a copy.
+writes its state once, in place: in the caller's buffer where that is donated, else in a copy.
 """
 
 from typing import Any
@@ -45,11 +45,11 @@ def forward(
     covariance, ccq_k, ccq_log_decay = q, q, None
     if statistics is not None:
         ccq_k, ccq_log_decay = statistics.k, statistics.log_decay
-        count, mean = jax.new_ref(statistics.moments.count), jax.new_ref(statistics.moments.mean)
+        count, mean = map(triton_util.in_place, statistics.moments[:2])
         q, covariance = _condition(q, statistics, layer, centered)
     batch, heads, width, value_width = state.shape[-4:]
     columns = _tile(MEMORY_TILE, width, value_width, batch * heads, FEWEST_COLUMNS)
-    updated = jax.new_ref(state)
+    updated = triton_util.in_place(state)
     out = triton_util.call(
         memory_kernel,
         *(q, k, v, _or(log_decay, q), _or(beta, q), updated),
@@ -71,9 +71,9 @@ def forward(
         CCQ_DECAY=ccq_log_decay is not None,
     )
     if statistics is None:
-        return out, jax.freeze(updated), None
-    moments = CCQMoments(jax.freeze(count), jax.freeze(mean), covariance)
-    return out, jax.freeze(updated), moments
+        return out, triton_util.after(updated), None
+    moments = CCQMoments(triton_util.after(count), triton_util.after(mean), covariance)
+    return out, triton_util.after(updated), moments
 
 
 def _condition(
@@ -85,7 +85,7 @@ def _condition(
     k, lam, log_decay, (count, mean, covariance) = statistics
     batch, heads, width = k.shape
     rows = _tile(STATISTICS_TILE, width, width, batch * heads, FEWEST_ROWS)
-    updated = jax.new_ref(covariance)
+    updated = triton_util.in_place(covariance)
     clean = triton_util.call(
         statistics_kernel,
         *(q, k, lam, _or(log_decay, lam), count, mean, updated, _or(layer, q)),
@@ -100,7 +100,7 @@ def _condition(
         DECAY=log_decay is not None,
         CENTERED=centered,
     )
-    return clean, jax.freeze(updated)
+    return clean, triton_util.after(updated)
 
 
 def _or(x: Array | None, stand_in: Array) -> Array:
