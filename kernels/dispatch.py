@@ -4,6 +4,7 @@ An implementation is a module `kernels.<operator>.<name>` with
 
     forward(*inputs, **static) -> (out, state, residuals)
     backward(residuals, d_out, d_state, **static) -> one gradient an input, each in its input's dtype
+    primal(*inputs, **static)           if it has one: the forward that keeps nothing, (out, state, None)
     unavailable() -> str | None         why it cannot run on this machine; None if it can
 
 or, where JAX differentiates it, `differentiable = True` and `forward(*inputs, **static) -> (out, state)`.
@@ -50,7 +51,8 @@ def call(
     inputs = _match_varying_axes(inputs)
     if getattr(module, "differentiable", False):
         return module.forward(*inputs, **static)
-    return _with_gradient(module, tuple(static.items()), inputs)
+    gradient = _with_primal if hasattr(module, "primal") else _with_gradient
+    return gradient(module, tuple(static.items()), inputs)
 
 
 def select(operator: str, implementation: str | None, *, length: int = 0) -> ModuleType:
@@ -144,9 +146,9 @@ def _match_varying_axes(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return jax.tree.map(match, inputs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _with_gradient(module: ModuleType, static: Static, inputs: tuple[Any, ...]) -> Any:
-    out, state, _ = module.forward(*inputs, **dict(static))
+def _primal(module: ModuleType, static: Static, inputs: tuple[Any, ...]) -> Any:
+    primal = getattr(module, "primal", module.forward)
+    out, state, _ = primal(*inputs, **dict(static))
     return out, state
 
 
@@ -159,7 +161,12 @@ def _backward(module: ModuleType, static: Static, residuals: Any, cotangents: An
     return (tuple(module.backward(residuals, *cotangents, **dict(static))),)
 
 
+_with_gradient = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
 _with_gradient.defvjp(_forward, _backward)
+# The primal also serves a forward whose residuals `jax.checkpoint` forgets. JAX gives up the gradient's gradient
+# for that, which kernels do not have.
+_with_primal = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
+_with_primal.defvjp(_forward, _backward, optimize_remat=True)
 
 
 def promote(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -116,7 +116,7 @@ class Walk:
         Args:
           kernel: of the chunk's index and of matrices, without references.
           inputs: arrays, and the block of them that a step sees.
-          outputs: shape, dtype and block.
+          outputs: shape, dtype and block, of the first of the kernel's outputs; the others are dropped.
           carried: what the first chunk finds, float32.
           name: the kernel's name in profiles.
           flops: additions and multiplications in a chunk, for the compiler's schedule.
@@ -176,7 +176,7 @@ def _body(
     seen = [block.load(ref) for block, ref in zip(sources, inputs, strict=True)]
     on_heads = jax.vmap(functools.partial(kernel, chunk_of(step)))
     found, carried = on_heads(*seen, *map(_load, scratch))
-    for block, ref, x in zip(targets, outputs, found, strict=True):
+    for block, ref, x in zip(targets, outputs, found, strict=False):
         block.store(ref, x)
     for ref, x in zip(scratch, carried, strict=True):
         _store(ref, x)

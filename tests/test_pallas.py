@@ -11,6 +11,7 @@ import pytest
 from operators import assert_close, run, tokens
 from test_operators import CASES, assert_accurate
 
+import kernels
 from kernels import check, pallas_chunk, pallas_util, shapes
 from kernels.shapes import SHAPES, Shape
 
@@ -69,6 +70,35 @@ def test_heads_that_come_one_at_a_time(operator, shape):
     inputs = shapes.make_inputs(operator, shape, decay="mixed")
     found = run(operator, "pallas", inputs)
     assert_close(found, run(operator, "scan", inputs))
+
+
+def kernels_in(jaxpr):
+    """How many arrays each kernel of a jaxpr writes."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield len(equation.outvars)
+            continue
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from kernels_in(inner)
+
+
+@every
+def test_states_of_the_chunks_are_kept_for_a_gradient_alone(operator):
+    inputs = shapes.make_inputs(operator, SHAPES["short"])
+
+    def loss(inputs):
+        results = getattr(kernels, operator)(**inputs, implementation="pallas")
+        return sum((x**2).sum() for x in jax.tree.leaves(results))
+
+    def written(function):
+        return list(kernels_in(jax.make_jaxpr(function)(inputs).jaxpr))
+
+    (alone,) = written(loss)
+    forward, backward = written(jax.grad(loss))
+    assert forward > alone
+    assert written(jax.grad(jax.checkpoint(loss))) == [alone, forward, backward]
 
 
 @pytest.mark.parametrize("size", [16, 64, 128])

@@ -22,7 +22,7 @@ from kernels.pallas_walk import Walk
 
 CHUNK = 128
 
-__all__ = ["backward", "forward", "unavailable"]
+__all__ = ["backward", "forward", "primal", "unavailable"]
 
 
 def forward(
@@ -34,8 +34,9 @@ def forward(
     *,
     centered: bool,
     chunk_size: int | None,
+    keep: bool = True,
 ) -> tuple[Float[Array, "B T H K"], CCQState, Any]:
-    """Cleaned queries, final statistics and residuals; see `kernels.ccq_query`."""
+    """Cleaned queries, final statistics and, with `keep`, residuals; see `kernels.ccq_query`."""
     walk = _walk(q, chunk_size)
     width, heads = pallas_util.width(q.shape[3]), (walk.batch, walk.heads)
     first = xla_state.from_sums(initial_state, centered)
@@ -45,14 +46,14 @@ def forward(
     kernel = functools.partial(
         pallas_kernels.forward_kernel, q.shape[1], centered, Dot(blocks.dtype)
     )
-    (out, past_vectors, past_cov), (vectors, cov) = walk(
+    past = [
+        ((*heads, walk.chunks, *size), jnp.float32, walk.each(*size))
+        for size in ((2, width), (width, width))
+    ]
+    (out, *kept), (vectors, cov) = walk(
         kernel,
         inputs,
-        [
-            (blocks.shape, blocks.dtype, walk.tokens(width)),
-            ((*heads, walk.chunks, 2, width), jnp.float32, walk.each(2, width)),
-            ((*heads, walk.chunks, width, width), jnp.float32, walk.each(width, width)),
-        ],
+        [(blocks.shape, blocks.dtype, walk.tokens(width)), *past * keep],
         [vectors, cov],
         name="ccq_query_forward",
         flops=_flops(walk.length, width),
@@ -61,8 +62,11 @@ def forward(
     size = q.shape[3]
     last = Moments(vectors[:, :, 1:, :1], vectors[:, :, :1, :size], cov[:, :, :size, :size])
     out = pallas_util.from_token_blocks(out, q.shape, q.dtype)
-    kept = (q, k, lam, log_decay, past_vectors, past_cov)
-    return out, xla_state.to_sums(last, centered), kept
+    residuals = (q, k, lam, log_decay, *kept) if keep else None
+    return out, xla_state.to_sums(last, centered), residuals
+
+
+primal = functools.partial(forward, keep=False)
 
 
 def backward(

@@ -18,7 +18,7 @@ from kernels.pallas_walk import Walk
 
 CHUNK = 128
 
-__all__ = ["backward", "forward", "unavailable"]
+__all__ = ["backward", "forward", "primal", "unavailable"]
 
 
 def forward(
@@ -31,20 +31,19 @@ def forward(
     *,
     scale: float,
     chunk_size: int | None,
+    keep: bool = True,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"], Any]:
-    """Outputs, final state and residuals; see `kernels.gated_delta_rule`."""
+    """Outputs, final state and, with `keep`, residuals; see `kernels.gated_delta_rule`."""
     walk = _walk(q, v, chunk_size)
     keys, values = (pallas_util.width(x) for x in initial_state.shape[2:])
     heads = walk.batch, walk.heads
     inputs = _inputs(walk, q, k, v, log_decay, beta)
     blocks, size = inputs[2][0], walk.length
-    (out, states), (final,) = walk(
+    states = ((*heads, walk.chunks, keys, values), jnp.float32, walk.each(keys, values))
+    (out, *kept), (final,) = walk(
         functools.partial(_forward_kernel, scale, Dot(blocks.dtype)),
         inputs,
-        [
-            (blocks.shape, blocks.dtype, walk.tokens(values)),
-            ((*heads, walk.chunks, keys, values), jnp.float32, walk.each(keys, values)),
-        ],
+        [(blocks.shape, blocks.dtype, walk.tokens(values)), *[states] * keep],
         [pallas_util.fill(initial_state, (*heads, keys, values))],
         name="gated_delta_rule_forward",
         flops=_flops(size, keys, values),
@@ -52,7 +51,10 @@ def forward(
     )
     out = pallas_util.from_token_blocks(out, v.shape, v.dtype)
     final = pallas_util.cut(final, initial_state.shape)
-    return out, final, (q, k, v, log_decay, beta, states)
+    return out, final, (q, k, v, log_decay, beta, *kept) if keep else None
+
+
+primal = functools.partial(forward, keep=False)
 
 
 def backward(

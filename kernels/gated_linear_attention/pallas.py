@@ -20,7 +20,7 @@ from kernels.pallas_walk import Walk
 
 CHUNK = 128
 
-__all__ = ["backward", "forward", "unavailable"]
+__all__ = ["backward", "forward", "primal", "unavailable"]
 
 
 def forward(
@@ -32,20 +32,19 @@ def forward(
     *,
     scale: float,
     chunk_size: int | None,
+    keep: bool = True,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Any]:
-    """Outputs, final state and residuals; see `kernels.gated_linear_attention`."""
+    """Outputs, final state and, with `keep`, residuals; see `kernels.gated_linear_attention`."""
     walk = _walk(v, chunk_size)
     keys, values = (pallas_util.width(x.shape[3]) for x in (k, v))
     heads = walk.batch, walk.heads
     inputs = _inputs(walk, q, k, v, log_decay)
     blocks, size = inputs[2][0], walk.length
-    (out, states), (final,) = walk(
+    states = ((*heads, walk.chunks, values, keys), jnp.float32, walk.each(values, keys))
+    (out, *kept), (final,) = walk(
         functools.partial(_forward_kernel, scale, Dot(blocks.dtype)),
         inputs,
-        [
-            (blocks.shape, blocks.dtype, walk.tokens(values)),
-            ((*heads, walk.chunks, values, keys), jnp.float32, walk.each(values, keys)),
-        ],
+        [(blocks.shape, blocks.dtype, walk.tokens(values)), *[states] * keep],
         [_transposed(initial_state, (values, keys))],
         name="gated_linear_attention_forward",
         flops=_flops(size, keys, values),
@@ -53,7 +52,10 @@ def forward(
     )
     out = pallas_util.from_token_blocks(out, v.shape, v.dtype)
     final = pallas_util.cut(final.swapaxes(2, 3), initial_state.shape)
-    return out, final, (q, k, v, log_decay, states)
+    return out, final, (q, k, v, log_decay, *kept) if keep else None
+
+
+primal = functools.partial(forward, keep=False)
 
 
 def backward(
