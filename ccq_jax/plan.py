@@ -6,8 +6,8 @@
 
 With --topology the step is compiled for a TPU pod that need not be here (libtpu: pip install
 'ccq_jax[tpu]'), --slices of them; without, for the devices of this machine. --search finds the
-largest batch, a power of two of sequences a device, and the cheapest remat with which it fits; it
-also chooses mesh.fsdp where that is 1. Fields are set as in train.py. No data is read.
+largest batch, and the cheapest remat with which it fits; it also chooses mesh.fsdp where that is 1.
+Fields are set as in train.py. No data is read.
 
 Exits with 0 if the step fits, 1 if it does not, and 2 where there is nothing to compile, with the reason.
 """
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from absl import app, flags
 from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_flags
@@ -54,6 +55,7 @@ class Plan(NamedTuple):
     limit: float
     traffic: list[Traffic]
     seconds: float  # to compile
+    cpu_seconds: float  # of all threads
     fits: bool
 
 
@@ -168,7 +170,13 @@ def make_plan(config: ConfigDict, target: Target) -> Plan:
         raise Refused(str(error)) from error
     graphdef, abstract = step.abstract_state(config, mesh)
     parameters, optimizer = (_local_bytes(abstract[x]) for x in ("params", "opt_state"))
-    start = time.monotonic()
+    start, cpu_start = time.monotonic(), time.process_time()
+
+    def plan(peak: int, traffic: list[Traffic], fits: bool) -> Plan:
+        rest = peak - parameters - optimizer
+        seconds = time.monotonic() - start, time.process_time() - cpu_start
+        return Plan(parameters, optimizer, rest, peak, target.limit, traffic, *seconds, fits)
+
     with jax.set_mesh(mesh), topology.no_compilation_cache():
         train_step: Any = step.make_train_step(graphdef, config, abstract, mesh)
         lowered = train_step.lower(abstract, step.abstract_batch(config, mesh))
@@ -178,17 +186,19 @@ def make_plan(config: ConfigDict, target: Target) -> Plan:
             peak = _asked_for(str(error), parameters + optimizer)
             if peak is None:
                 raise
-            seconds = time.monotonic() - start
-            rest = peak - parameters - optimizer
-            return Plan(parameters, optimizer, rest, peak, target.limit, [], seconds, False)
-    seconds = time.monotonic() - start
-    memory = compiled.memory_analysis()
+            return plan(peak, [], False)
+    peak = _allocated(compiled.memory_analysis())
+    return plan(peak, collectives.traffic(compiled.as_text()), peak <= target.limit)
+
+
+def _allocated(memory: Any) -> int:
+    """Bytes of arguments, results, temporaries and code, of a compiled program's account.
+
+    Of a TPU, `temp_size_in_bytes` counts what fragments temporaries twice. JAX 0.10 knows no other.
+    """
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    peak = max(held + memory.temp_size_in_bytes, memory.peak_memory_in_bytes)
-    traffic = collectives.traffic(compiled.as_text())
-    rest = peak - parameters - optimizer
-    fits = peak <= target.limit
-    return Plan(parameters, optimizer, rest, peak, target.limit, traffic, seconds, fits)
+    data = getattr(memory, "total_allocation_bytes", held + memory.temp_size_in_bytes)
+    return data + memory.generated_code_size_in_bytes
 
 
 def _local_bytes(tree: Any) -> int:
@@ -215,9 +225,10 @@ def search(
 ) -> tuple[ConfigDict, Plan]:
     """The largest batch that fits, with the cheapest remat that holds it, and its plan.
 
-    The batch is a power of two of sequences a device. With everything recomputed, two small ones tell
-    how the memory grows; the largest that should fit is then compiled, with each remat. Where not one
-    sequence fits, its plan comes back.
+    Batches are whole numbers of sequences a device, and memory is taken to grow with them. With
+    everything recomputed, guesses between what fits and what does not close in on the largest, from
+    above: a TPU's compiler refuses in seconds, and needs minutes for what fits. Both the batch that
+    comes back and the next larger one were compiled. Where not one sequence fits, its plan comes back.
     """
     config = ConfigDict(config.to_dict())
     if config.mesh.fsdp == 1:
@@ -229,29 +240,38 @@ def search(
         plan = make_plan(config, target)
         say(
             f"tried        batch {config.train.batch_size} ({rows} a device), remat {remat}: "
-            f"{plan.peak / GIB:.2f} of {plan.limit / GIB:.2f} GiB"
+            f"{plan.peak / GIB:.2f} of {plan.limit / GIB:.2f} GiB, {plan.seconds:.0f} s"
         )
         return ConfigDict(config.to_dict()), plan
 
-    best, rows = attempt(1, REMAT[-1]), 1
-    if not best[1].fits:
-        return best
-    second = attempt(2, REMAT[-1])
-    if second[1].fits:
-        growth = max(second[1].peak - best[1].peak, 1)
-        best, rows = second, 2
-        more = 1 << int(2 + (target.limit - second[1].peak) / growth).bit_length() - 1
-        while more > 2:
-            larger = attempt(more, REMAT[-1])
-            if larger[1].fits:
-                best, rows = larger, more
-                break
-            more //= 2
-    for remat in REMAT[:-1]:
-        cheaper = attempt(rows, remat)
-        if cheaper[1].fits:
-            return cheaper
+    best, low, high = None, 0, _too_many(config, target)
+    while (last := attempt(high, REMAT[-1]))[1].fits:
+        best, low, high = last, high, 2 * high
+    larger = last[1].peak
+    smaller = best[1].peak if best else last[1].parameters + last[1].optimizer
+    while high - low > 1:
+        guess = low + math.ceil((high - low) * (target.limit - smaller) / max(larger - smaller, 1))
+        rows = min(max(guess, low + 1), high - 1)
+        last = attempt(rows, REMAT[-1])
+        if last[1].fits:
+            best, low, smaller = last, rows, last[1].peak
+        else:
+            high, larger = rows, last[1].peak
+    if best is None:
+        return last
+    for remat in REMAT[-2::-1]:
+        cheaper = attempt(low, remat)
+        if not cheaper[1].fits:
+            break
+        best = cheaper
     return best
+
+
+def _too_many(config: ConfigDict, target: Target) -> int:
+    """Sequences a device that cannot fit: what their layers hand on, which is always kept, fills it."""
+    model = config.model
+    kept = model.num_layers * config.train.seq_len * model.hidden_size
+    return math.ceil(target.limit / (kept * jnp.dtype(model.dtype).itemsize))
 
 
 def _smallest_fsdp(config: ConfigDict, target: Target) -> int:
@@ -303,7 +323,7 @@ def report(config: ConfigDict, target: Target, plan: Plan) -> str:
             f"moves        {x.kind}: {x.bytes / GIB:.3f} GiB in {x.count} calls"
             for x in plan.traffic
         ),
-        f"compiled in  {plan.seconds:.1f} s",
+        f"compiled in  {plan.seconds:.1f} s, {plan.cpu_seconds:.1f} s of CPU time",
     ]
     return "\n".join(lines)
 
