@@ -31,7 +31,7 @@ from ccq_jax.interop import hf_folder
 from ccq_jax.workdir import write_atomically
 
 HINT = "A copy is what `hf download --repo-type dataset NAME --local-dir DATA_DIR/NAME` makes."
-PACKAGES = ("lm_eval", "datasets", "scipy", "tokenizers", "sentencepiece")
+PACKAGES = ("lm_eval", "datasets", "scipy", "tokenizers", "sentencepiece", "wonderwords")
 
 
 def evaluate(

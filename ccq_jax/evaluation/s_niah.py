@@ -4,6 +4,7 @@ The model goes on greedily for 128 tokens; an answer is right if the value is in
 """
 
 import functools
+import importlib.metadata
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,12 @@ def run(context: Context, material: Material) -> dict[str, Any]:
     """For each task and length: accuracy in %, and accuracy by depth, in tenths of the text."""
     results: dict[str, Any] = {"depths": {}}
     texts: dict[str, str] = {}
+    words = f"wonderwords {importlib.metadata.version('wonderwords')}"
     for task, essays in material.tasks.items():
         if essays is not None and not texts:
             texts["essays"] = " ".join(str(field(row, "text")) for row in essays.rows())
         for length in sorted(context.settings.s_niah.lengths):
-            identity = essays.identity if isinstance(essays, Found) else ""
+            identity = f"{essays.identity}, {words}" if isinstance(essays, Found) else words
             text = texts.get("essays", "") if essays is not None else ""
             found = context.once(
                 f"{task}/{length}",
