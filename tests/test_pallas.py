@@ -15,6 +15,9 @@ import kernels
 from kernels import check, pallas_chunk, pallas_util, shapes
 from kernels.shapes import SHAPES, Shape
 
+# Keys and values of several registers, and not of whole ones; a chunk and a tail.
+WIDE = Shape(1, 140, 2, 192, 320)
+
 every = pytest.mark.parametrize("operator", shapes.OPERATORS)
 
 
@@ -45,6 +48,9 @@ def test_values_states_and_gradients_equal_the_float64_recurrence(operator, dtyp
         ("gated_linear_attention", SHAPES["odd"], "float32", "none", {}),
         ("ccq_query", SHAPES["tail"], "bfloat16", "mixed", {"centered": False}),
         ("ccq_query", SHAPES["odd"], "float32", "none", {}),
+        ("gated_delta_rule", WIDE, "bfloat16", "mixed", {}),
+        ("gated_linear_attention", WIDE, "float32", "mixed", {}),
+        ("ccq_query", WIDE, "bfloat16", "mixed", {}),
     ],
 )
 def test_every_form_of_the_arguments(operator, shape, dtype, decay, options):
