@@ -57,7 +57,9 @@ def update(
     """Moments after one more key."""
     past = moments.count if log_decay is None else jnp.exp(log_decay) * moments.count
     count = past + 1
-    keep, share = (past / count)[..., None], (1 / count)[..., None]
+    # Over 10^4 tokens what rounds `keep` adds up. A difference rounds to either side; a GPU's quotient need not.
+    keep = jnp.where(past > 1, 1 - 1 / count, past / count)[..., None]
+    share = (1 / count)[..., None]
     delta = k - moments.mean
     # The sum would keep what rounding leaves of a mean that is forgotten.
     mean = jnp.where(past[..., None] > 0, moments.mean + share * delta, k)
