@@ -63,13 +63,14 @@ def ccq_query(
             log_decay = jnp.zeros(lam.shape, jnp.float32)
         starts = validation.segment_starts(segment_ids)[..., None]
         log_decay = jnp.where(starts, -jnp.inf, log_decay)
+    hints = {"only_segments": only_segments, "has_initial_state": initial_state is not None}
     initial_state = _checked_state(initial_state, sizes)
     inputs = (*dispatch.promote(q, k), lam, log_decay, initial_state)
     out, state = dispatch.call(
         NAME,
         implementation,
         inputs,
-        {"only_segments": only_segments},
+        hints,
         centered=centered,
         chunk_size=chunk_size,
     )

@@ -1,8 +1,11 @@
 """CCQ's chunked form on GPUs, through jax-triton; `triton_kernels` has the mathematics.
 
-Forward: one pass over each sequence's chunks for the statistics at their starts, then all chunks at
-once. Backward: all chunks for dq and dlam, one pass from the last chunk to the first for what later
+Forward: one walk over each sequence's chunks for the statistics at their starts, then all chunks at
+once. Backward: all chunks for dq and dlam, one walk from the last chunk to the first for what later
 tokens ask of a key, then all chunks for dk.
+
+Few heads and a long sequence would leave most of the GPU idle. Then the walks are cut into parts,
+which are walked at once, twice: each from nothing, then from what the others add up to.
 """
 
 import functools
@@ -18,10 +21,16 @@ from kernels.ccq_query import xla
 from kernels.ccq_query.state import CCQState
 
 unavailable = triton_util.unavailable
-HINTS = ("only_segments",)  # log_decay is 0, and -inf for all heads where a segment starts
+HINTS = (
+    "only_segments",  # log_decay is 0, and -inf for all heads where a segment starts
+    "has_initial_state",
+)
 
 # Rows of 16-bit tiles: narrower ones are miscompiled, see `triton_kernels`.
 NARROWEST = 64
+# Shorter sequences are one part. The batch has no say: its rows must not depend on its size.
+LONG = 16384
+SHORTEST_PART = 2048
 
 einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
@@ -40,6 +49,8 @@ class Residuals(NamedTuple):
     n: Float[Array, "B T H"]
     p: Float[Array, "B T H"]
     mean_q: Float[Array, "B T H"]
+    decays: tuple[Array, ...]  # coarse, fine, starts, to_end, factors
+    part_counts: Float[Array, "B H parts 2"]
 
 
 def forward(
@@ -51,6 +62,7 @@ def forward(
     *,
     centered: bool,
     only_segments: bool = False,
+    has_initial_state: bool = True,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T H K"], CCQState, Residuals]:
     """Cleaned queries and final statistics; see `kernels.ccq_query`."""
@@ -58,15 +70,39 @@ def forward(
 
     batch, length, heads, width = q.shape
     mode = _mode(q, log_decay, only_segments)
-    chunk, chunks = _chunks(q, mode, chunk_size)
+    chunk, chunks = _chunks(q, chunk_size)
     static = {"H": heads, "K": width, "C": chunk, "CENTERED": centered}
     static |= {"HAS_DECAY": mode == "decay", "RESETS": mode == "resets"}
-    decays = (lam if log_decay is None else log_decay, _starts(log_decay, chunk, mode))
+    raw = mode != "decay" and q.dtype != jnp.float32
+    weighed = _weigh(k, lam, log_decay, chunk, mode, centered)
+    weighted, chunk_means, coarse, fine, starts, to_end, factors = weighed
 
     config = _tiles("states", q, chunk, mode)
-    counts, means, states, *final = triton_util.call(
+    parts = _parts(q)
+    walk = functools.partial(
+        triton_util.call,
         triton_kernels.states_kernel,
-        *(k, *decays, *initial_state, length),
+        *(k, weighted, chunk_means, factors, starts),
+        *(initial_state if has_initial_state else (lam,) * 3),
+        grid=(_triangle(width, config["BT"]) * parts * batch * heads,),
+        **{"H": heads, "K": width, "C": chunk, "PARTS": parts, "INITIAL": has_initial_state},
+        **{"RAW": raw, "RESETS": mode == "resets", "CENTERED": centered},
+        **config,
+    )
+    of_parts = (lam,) * 3
+    if parts > 1:
+        *of_parts, _, _ = walk(
+            *(*of_parts, length),
+            out=(
+                f32((batch, heads, parts, 2)),
+                f32((batch, heads, parts, width)),
+                f32((batch, heads, parts, width, width)),
+                *(f32((1,)), f32((1,))),
+            ),
+            FIRST_WALK=True,
+        )
+    counts, means, states, *final = walk(
+        *(*of_parts, length),
         out=(
             f32((batch, heads, chunks + 1)),
             f32((batch, heads, chunks + 1, width)),
@@ -74,15 +110,13 @@ def forward(
             f32((batch, heads, width)),
             f32((batch, heads, width, width)),
         ),
-        grid=(_triangle(width, config["BT"]) * batch * heads,),
-        **static,
-        **config,
+        FIRST_WALK=False,
     )
     config = _tiles("read", q, chunk, mode)
     scalar, unused = f32((batch, length, heads)), f32((1,))
     out, p, mean_q, n, *_ = triton_util.call(
         triton_kernels.read_kernel,
-        *(q, k, lam, *decays, q, counts, counts, means, states, length),
+        *(q, k, lam, coarse, fine, starts, q, counts, counts, means, states, length),
         out=(like(q), scalar, scalar, scalar, unused, unused, like(q, (1,)), unused, unused),
         grid=(chunk // config["R"] * chunks * batch * heads,),
         BACKWARD=False,
@@ -91,7 +125,8 @@ def forward(
     )
     state = CCQState(counts[..., -1], *final)
     inputs = (q, k, lam, log_decay, initial_state)
-    return out, state, Residuals(*inputs, counts, means, states, n, p, mean_q)
+    walked = (counts, means, states, n, p, mean_q, weighed[2:], of_parts[0])
+    return out, state, Residuals(*inputs, *walked)
 
 
 def backward(
@@ -101,18 +136,19 @@ def backward(
     *,
     centered: bool,
     only_segments: bool = False,
+    has_initial_state: bool = True,
     chunk_size: int | None = None,
 ) -> tuple[Any, ...]:
     """Gradients of q, k, lam, log_decay and initial_state."""
     from kernels.ccq_query import triton_gradients, triton_kernels
 
-    q, k, lam, log_decay, _, counts, means, states, n, p, mean_q = residuals
+    q, k, lam, log_decay, _, counts, means, states, n, p, mean_q, decays, part_counts = residuals
     batch, length, heads, width = q.shape
     mode = _mode(q, log_decay, only_segments)
-    chunk, chunks = _chunks(q, mode, chunk_size)
+    chunk, chunks = _chunks(q, chunk_size)
     static = {"H": heads, "K": width, "C": chunk, "CENTERED": centered}
     static |= {"HAS_DECAY": mode == "decay", "RESETS": mode == "resets"}
-    decays = (lam if log_decay is None else log_decay, _starts(log_decay, chunk, mode))
+    coarse, fine, starts, to_end, factors = decays
     scalar, unused = f32((batch, length, heads)), f32((1,))
     d_out = d_out.astype(q.dtype)
 
@@ -121,7 +157,7 @@ def backward(
     terms = batch, heads, chunks, blocks
     d_q, p_g, mean_g, _, d_lam, past, shares, h_terms, kappa_terms = triton_util.call(
         triton_kernels.read_kernel,
-        *(d_out, k, lam, *decays, q, p, counts, means, states, length),
+        *(d_out, k, lam, coarse, fine, starts, q, p, counts, means, states, length),
         out=(
             *(like(q), scalar, scalar, unused, scalar, scalar),
             *(like(q), f32((*terms, width)), f32(terms)),
@@ -132,46 +168,61 @@ def backward(
         **config,
     )
     config = _tiles("adjoint", q, chunk, mode)
-    parts = -(-width // config["BJ"])
-    tiles = -(-width // config["BI"]) * parts
-    polynomial = _polynomial(d_state, means[:, :, -1] if centered else None)
-    kappas, hs, slopes, fs, crossings = triton_util.call(
+    columns = -(-width // config["BJ"])
+    parts = _parts(q)
+    walk = functools.partial(
+        triton_util.call,
         triton_gradients.adjoint_kernel,
-        *(shares, d_out, *decays, h_terms, kappa_terms, counts, means, states),
-        *polynomial,
-        length,
-        out=(
-            f32((batch, heads, chunks, tiles)),
-            f32((batch, heads, chunks, parts, width)),
-            f32((batch, heads, chunks, parts, width)),
-            like(q, (batch, heads, chunks, width, width)),
-            f32((batch, heads, chunks, tiles)),
-        ),
-        grid=(tiles * batch * heads,),
+        *(shares, d_out, factors, starts, h_terms, kappa_terms, means, states),
+        *d_state,
+        grid=(-(-width // config["BI"]) * columns * parts * batch * heads,),
         BLOCKS=blocks,
-        **static,
-        **config,
-    )
-    config = _tiles("keys", q, chunk, mode)
-    d_k, d_log_decay = triton_util.call(
-        triton_gradients.keys_kernel,
-        *(q, k, d_out, lam, *decays, n, p, p_g, mean_q, mean_g, past, counts, means),
-        *(kappas, hs, slopes, fs, crossings, length),
-        out=(like(q), scalar),
-        grid=(chunk // config["R"] * chunks * batch * heads,),
-        TILES=tiles,
         PARTS=parts,
         **static,
         **config,
     )
+    of_parts = (part_counts,) * 3
+    if parts > 1:
+        row = f32((batch, heads, parts, columns, width))
+        square = f32((batch, heads, parts, width, width))
+        kappas, hs, _, fs, _ = walk(
+            *(part_counts, *of_parts, length),
+            out=(row, row, unused, square, unused),
+            FIRST_WALK=True,
+        )
+        of_parts = kappas, hs, fs
+    row = f32((batch, heads, chunks, columns, width))
+    square = like(q, (batch, heads, chunks, width, width))
+    at_keys = row if mode == "decay" else unused
+    kappas, hs, slopes, fs, crossings = walk(
+        *(part_counts, *of_parts, length),
+        out=(at_keys, at_keys, row, square, at_keys),
+        FIRST_WALK=False,
+    )
+    config = _tiles("keys", q, chunk, mode)
+    d_k, polynomials = triton_util.call(
+        triton_gradients.keys_kernel,
+        *(q, k, d_out, lam, coarse, fine, starts, to_end, n, mean_q, mean_g, means),
+        *(hs, slopes, fs, length),
+        out=(like(q), scalar if mode == "decay" else unused),
+        grid=(chunk // config["R"] * chunks * batch * heads,),
+        COLUMNS=columns,
+        **static,
+        **config,
+    )
+    d_log_decay = None if log_decay is None else jnp.zeros_like(log_decay)  # of a constant
+    if mode == "decay":
+        d_log_decay = triton_util.call(
+            triton_gradients.log_decay_kernel,
+            *(q, k, d_out, lam, coarse, fine, starts, to_end, factors, n, p, p_g, mean_q, mean_g),
+            *(past, d_lam, counts, polynomials, kappas, crossings, length),
+            out=scalar,
+            grid=(chunks * batch * heads,),
+            **{"H": heads, "K": width, "C": chunk, "COLUMNS": columns},
+            **_tiles("log_decay", q, chunk, mode),
+        ).astype(log_decay.dtype)
     d_initial = _initial_gradient(residuals, d_out, d_state, mean_g, centered)
     d_lam = d_lam.astype(lam.dtype)
-    if log_decay is None:
-        d_log_decay = None
-    elif mode == "decay":
-        d_log_decay = d_log_decay.astype(log_decay.dtype)
-    else:  # of a constant
-        d_log_decay = jnp.zeros_like(log_decay)
     return d_q, d_k, d_lam, d_log_decay, d_initial
 
 
@@ -190,14 +241,24 @@ def _mode(q: Array, log_decay: Array | None, only_segments: bool) -> str:
     return "resets" if only_segments and q.dtype != jnp.float32 else "decay"
 
 
-def _chunks(q: Array, mode: str, chunk_size: int | None) -> tuple[int, int]:
+def _chunks(q: Array, chunk_size: int | None) -> tuple[int, int]:
     """Tokens a chunk, and chunks. Longer ones write fewer states, and take more work inside."""
+    width = q.shape[-1]
     if q.dtype == jnp.float32:
         chunk = min(chunk_size or 64, 64)
     else:
-        default = 128 if mode != "decay" and q.shape[-1] > 128 else 64
-        chunk = min(max(chunk_size or default, NARROWEST), 128)
+        chunk = min(max(chunk_size or (128 if width > 128 else 64), NARROWEST), 128)
     return chunk, -(-q.shape[1] // chunk)
+
+
+def _parts(q: Array) -> int:
+    """Into how many parts a sequence's walks are cut: a power of two."""
+    _, length, heads, width = q.shape
+    if length < LONG:
+        return 1
+    blocks = heads * _triangle(width, 128)
+    wanted = min(2 * triton_util.num_cores() // blocks, length // SHORTEST_PART)
+    return 1 << max(wanted, 1).bit_length() - 1
 
 
 def _triangle(width: int, tile: int) -> int:
@@ -206,10 +267,39 @@ def _triangle(width: int, tile: int) -> int:
     return n * (n + 1) // 2
 
 
-def _starts(log_decay: Array | None, chunk: int, mode: str) -> Int[Array, "B T"]:
-    """Where in its chunk each token's segment starts, -1 if before it; for "resets" alone."""
-    if mode != "resets" or log_decay is None:
-        return jnp.zeros(1, jnp.int32)
+def _weigh(
+    k: Float[Array, "B T H K"],
+    lam: Float[Array, "B T H"],
+    log_decay: Float[Array, "B T H"] | None,
+    chunk: int,
+    mode: str,
+    centered: bool,
+) -> tuple[Array, ...]:
+    """What `weigh_kernel` writes; in its place what is never read, and with "resets" the starts."""
+    from kernels.ccq_query import triton_kernels
+
+    if mode != "decay" and k.dtype != jnp.float32:
+        starts = _starts(log_decay, chunk) if mode == "resets" else lam
+        return k, lam, lam, lam, starts, lam, lam
+    batch, length, heads, width = k.shape
+    chunks = -(-length // chunk)
+    scalar = f32((batch, heads, length) if mode == "decay" else (1,))
+    starts = jax.ShapeDtypeStruct(scalar.shape, jnp.int32)
+    return triton_util.call(
+        triton_kernels.weigh_kernel,
+        *(k, lam if log_decay is None else log_decay, length),
+        out=(
+            *(like(k), f32((batch, heads, chunks, width))),
+            *(scalar, scalar, starts, scalar, f32((batch, heads, chunks, 2))),
+        ),
+        grid=(chunks * batch * heads,),
+        **{"H": heads, "K": width, "C": chunk, "BK": 64, "num_warps": 4, "num_stages": 2},
+        **{"HAS_DECAY": mode == "decay", "CENTERED": centered},
+    )
+
+
+def _starts(log_decay: Float[Array, "B T H"], chunk: int) -> Int[Array, "B T"]:
+    """Where in its chunk each token's segment starts, -1 if before it."""
     resets = jnp.isneginf(log_decay[..., 0])
     batch, length = resets.shape
     resets = jnp.pad(resets, ((0, 0), (0, -length % chunk))).reshape(batch, -1, 1, chunk)
@@ -219,68 +309,66 @@ def _starts(log_decay: Array | None, chunk: int, mode: str) -> Int[Array, "B T"]
 
 
 def _tiles(kernel: str, q: Array, chunk: int, mode: str) -> dict[str, int]:
-    """Block sizes. With decays a program takes a whole chunk."""
+    """Block sizes."""
     width = q.shape[-1]
     full = q.dtype == jnp.float32
     narrowest = 16 if full else NARROWEST
     widest = max(narrowest, 1 << (width - 1).bit_length())
-    sequential = kernel in ("states", "adjoint")
+    step = 16 if full else 64
 
-    def candidate(a: int, b: int, rows: int, num_warps: int, num_stages: int) -> dict[str, int]:
-        a, b, rows = min(a, widest), min(b, widest), min(rows, chunk)
-        if kernel == "states":
-            sizes = {"BT": a, "S": rows}
-        elif kernel == "adjoint":
-            sizes = {"BI": a, "BJ": b, "S": rows}
-        else:
-            sizes = {"BK": a, "BN": b, "R": rows}
+    def config(num_warps: int, num_stages: int, **sizes: int) -> dict[str, int]:
         return sizes | {"num_warps": num_warps, "num_stages": num_stages}
 
-    if full:
-        candidates = [candidate(32, 32, 32 if sequential else 64, 4, 1)]
-    elif kernel == "states":
-        wide = [candidate(128, 128, 128, 8, 2)] if widest == 128 else []
-        candidates = [*wide, candidate(64, 64, 128, 4, 2), candidate(64, 64, 64, 4, 2)]
-    elif kernel == "adjoint":
-        candidates = [candidate(128, 64, 32, 4, 4), candidate(64, 64, 32, 4, 3)]
-    else:
+    if kernel == "states":
+        candidates = [config(4, stages, BT=32 if full else 64) for stages in (2, 1)]
+        if widest == 128 and not full:
+            candidates.insert(0, config(8, 2, BT=128))
+    elif kernel == "read":
         # As much as stays in shared memory.
-        whole = widest if widest <= (256 if kernel == "read" else 128) else 64
-        candidates = [candidate(whole, 64, 64, 4, 2), candidate(64, 64, 64, 4, 2)]
+        whole = widest if widest <= 256 else step
+        candidates = [config(4, 2, BK=whole, BN=64, R=64), config(4, 2, BK=64, BN=64, R=64)]
+        if full:
+            candidates = [config(4, 1, BK=32, BN=32, R=64)]
+    elif kernel == "adjoint":
+        candidates = [config(4, 4, BI=128, BJ=64, S=32), config(4, 3, BI=64, BJ=64, S=32)]
+        if full:
+            candidates = [config(4, 1, BI=32, BJ=32, S=32)]
+    elif kernel == "keys":
+        sizes = [(64, 64, 2), (64, 64, 1), (32, 32, 1)] if not full else [(16, 16, 1)]
+        warps = 8 if widest > 128 else 4
+        candidates = [config(warps, stages, R=r, BT=t, BK=step) for r, t, stages in sizes]
+    else:
+        candidates = [config(8, stages, BT=step, BK=step) for stages in (3, 1)]
 
     def shared(config: Mapping[str, int]) -> int:
         stages = config["num_stages"]
         if kernel == "states":
-            elements = stages * config["S"] * 2 * config["BT"]
+            elements = stages * chunk * 2 * config["BT"]
         elif kernel == "adjoint":
             elements = stages * 2 * config["S"] * (config["BI"] + config["BJ"])
-        else:
+        elif kernel == "read":
             a, b, rows = config["BK"], config["BN"], config["R"]
             kept = a if a >= width else 0
             tiles = stages * (rows + 2 * chunk) * min(a, 64)
             elements = max(rows * kept + stages * (a + 2 * chunk) * b, (rows + chunk) * kept, tiles)
+        elif kernel == "keys":
+            rows, tokens = config["R"], config["BT"]
+            phi = stages * config["BK"] * (rows + widest)
+            elements = max(phi, (rows + 2 * stages * tokens) * widest)
+        else:
+            elements = stages * (chunk + 2 * config["BT"]) * config["BK"]
         return q.dtype.itemsize * elements
 
     shape = triton_util.bucket(q.dtype, width) + (" decay" if mode == "decay" else "")
     chosen = triton_util.choose(f"ccq_query.{kernel}", shape, candidates, shared)
-    limits = {name: max(size, narrowest) for name, size in chosen.items() if name.startswith("B")}
-    if kernel == "adjoint":
-        limits["S"] = min(chosen["S"], chunk)
-    elif kernel == "states":
-        limits["S"] = chunk if mode == "resets" else min(max(chosen["S"], narrowest), chunk)
-    else:
-        limits["R"] = chunk if mode == "decay" else min(max(chosen["R"], narrowest), chunk)
-    return chosen | limits
-
-
-def _polynomial(d_state: CCQState, origin: Float[Array, "B H K"] | None) -> tuple[Array, ...]:
-    """kappa, h and F about `origin`, or 0: how the final state's gradient depends on a key."""
-    d_count, d_sum, d_outer = d_state
-    f = d_outer + jnp.swapaxes(d_outer, -1, -2)
-    if origin is None:
-        return d_count, d_sum, f
-    moved = einsum("bhij,bhj->bhi", f, origin)
-    return d_count + jnp.sum(origin * (d_sum + 0.5 * moved), -1), d_sum + moved, f
+    # Rows of tiles neither narrower than is safe nor wider than the head, steps that divide a chunk.
+    tokens = [name for name in ("S", "R", "BT") if name in chosen and kernel != "states"]
+    for name in chosen:
+        if name in tokens:
+            chosen[name] = min(chosen[name], chunk)
+        elif name.startswith("B"):
+            chosen[name] = min(max(chosen[name], narrowest), widest)
+    return chosen
 
 
 def _initial_gradient(

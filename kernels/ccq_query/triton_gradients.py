@@ -4,31 +4,44 @@ import triton
 import triton.language as tl
 
 from kernels.ccq_query.triton_kernels import last_start, load_origin
-from kernels.triton_blocks import (
-    cumulative_decay,
-    dot,
-    load_tile,
-    load_vector,
-    store_tile,
-    weights_to_end,
-)
+from kernels.triton_blocks import dot, load_tile, load_vector, store_tile
+
+
+@triton.jit
+def load_sum(pointer, columns, width: tl.constexpr, ROWS: tl.constexpr):
+    """The sum of the rows of a matrix [ROWS, width]."""
+    x = load_vector(pointer, columns, width)
+    for row in tl.static_range(1, ROWS):
+        x += load_vector(pointer + row * width, columns, width)
+    return x
+
+
+@triton.jit
+def move(f, h, kappa, from_i, from_j, to_i, to_j):
+    """A tile's part of phi, about another origin."""
+    moved = tl.sum(f * (to_j - from_j)[None, :], 1)
+    return h + moved, kappa + (to_i - from_i) * (h + 0.5 * moved)
 
 
 @triton.jit
 def adjoint_kernel(
-    shares, g, log_decay, starts, h_terms, kappa_terms, counts, means, states,
-    kappa_end, h_end, f_end, length,
+    shares, g, factors, starts, h_terms, kappa_terms, means, states,
+    d_count, d_sum, d_outer, part_counts, part_kappas, part_hs, part_fs, length,
     kappas, hs, slopes, fs, crossings,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
     BI: tl.constexpr, BJ: tl.constexpr, BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr, FIRST_WALK: tl.constexpr,
     HAS_DECAY: tl.constexpr, RESETS: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of F from the last token to the first, S a step; writes phi as chunk ends see it.
+    """One tile of F from a part's last token to its first, S a step; writes phi as chunk ends see it.
 
-    `shares` is a_t q_t as of the chunk's start. kappa and h are sums over tiles: each tile writes
-    the part that its F and its share made. `slopes` is h - F origin, the gradient at a key of 0.
-    With decays also the sum of phi over all keys before the chunk, from the state at its start.
-    BLOCKS: in how many parts a chunk's terms come.
+    `shares` is a_t q_t as of the chunk's start. kappa and h are sums over tiles, and kappa over rows
+    too: each tile writes what its F and its share made. `slopes` is h - F origin, the gradient at
+    a key of 0; kappa and h are written with decays alone, and with them the sum of phi over all keys
+    before the chunk, by their number. BLOCKS: in how many parts a chunk's terms come.
+
+    FIRST_WALK: each of the PARTS of the sequence by itself, and writes phi before its first token
+    alone. The second walk starts a part with the phi of those after it.
     """
     tiles_j: tl.constexpr = (K + BJ - 1) // BJ
     tiles: tl.constexpr = (K + BI - 1) // BI * tiles_j
@@ -36,81 +49,106 @@ def adjoint_kernel(
     even_j: tl.constexpr = K % BJ == 0
     steps: tl.constexpr = C // S
     stride: tl.constexpr = H * K
-    sequence = (tl.program_id(0) // tiles).to(tl.int64)
+    sequence = (tl.program_id(0) // (tiles * PARTS)).to(tl.int64)
+    part = tl.program_id(0) // tiles % PARTS
     tile = tl.program_id(0) % tiles
     tile_i = tile // tiles_j
     tile_j = tile % tiles_j
     batch, head = sequence // H, sequence % H
     chunks = (length + C - 1) // C
+    begin = part * chunks // PARTS
+    end = (part + 1) * chunks // PARTS
     at = tl.arange(0, S)
     i = tile_i * BI + tl.arange(0, BI)
     j = tile_j * BJ + tl.arange(0, BJ)
     shares += batch * length * stride + head * K
     g += batch * length * stride + head * K
-    log_decay += batch * length * H + head
+    factors += sequence * chunks * 2
     starts += batch * length
     h_terms += sequence * chunks * BLOCKS * K
     kappa_terms += sequence * chunks * BLOCKS
-    counts += sequence * (chunks + 1)
     means += sequence * (chunks + 1) * K
     states += sequence * (chunks + 1) * K * K
-    kappas += sequence * chunks * tiles + tile
-    crossings += sequence * chunks * tiles + tile
-    hs += sequence * chunks * tiles_j * K + tile_j * K
-    slopes += sequence * chunks * tiles_j * K + tile_j * K
-    fs += sequence * chunks * K * K
+    entry = sequence * PARTS + part if FIRST_WALK else sequence * chunks
+    kappas += (entry * tiles_j + tile_j) * K
+    crossings += (entry * tiles_j + tile_j) * K
+    hs += (entry * tiles_j + tile_j) * K
+    slopes += (entry * tiles_j + tile_j) * K
+    fs += entry * K * K
 
-    f = load_tile(f_end + sequence * K * K, i, K, K, j, K, even_j)
     first_j = (tile_j == 0).to(tl.float32)
-    first = first_j * (tile_i == 0).to(tl.float32)
-    h = load_vector(h_end + sequence * K, i, K) * first_j
-    kappa = tl.load(kappa_end + sequence) * first
-    origin_i = load_origin(means + chunks * K, i, K, CENTERED)
-    origin_j = load_origin(means + chunks * K, j, K, CENTERED)
-    for back in range(0, chunks * steps):
-        step = chunks * steps - 1 - back
+    first = tl.where(i == 0, first_j, 0.0)
+    f = tl.zeros([BI, BJ], tl.float32)
+    h = tl.zeros([BI], tl.float32)
+    kappa = tl.zeros([BI], tl.float32)
+    origin_i = tl.zeros([BI], tl.float32)
+    origin_j = tl.zeros([BJ], tl.float32)
+    if FIRST_WALK:
+        origin_i = load_origin(means + end * K, i, K, CENTERED)
+        origin_j = load_origin(means + end * K, j, K, CENTERED)
+    else:
+        d_outer += sequence * K * K
+        f = load_tile(d_outer, i, K, K, j, K, even_j)
+        f += tl.trans(load_tile(d_outer, j, K, K, i, K, even_i))
+        h = load_vector(d_sum + sequence * K, i, K) * first_j
+        kappa = tl.load(d_count + sequence) * first
+    if PARTS > 1 and not FIRST_WALK:
+        for back in range(0, PARTS - 1 - part):
+            later = PARTS - 1 - back
+            start_i = load_origin(means + later * chunks // PARTS * K, i, K, CENTERED)
+            start_j = load_origin(means + later * chunks // PARTS * K, j, K, CENTERED)
+            if CENTERED:
+                h, kappa = move(f, h, kappa, origin_i, origin_j, start_i, start_j)
+            origin_i, origin_j = start_i, start_j
+            after = sequence * PARTS + later
+            carried = tl.load(part_counts + after * 2 + 1)
+            row = (after * tiles_j + tile_j) * K
+            f = carried * f + load_tile(part_fs + after * K * K, i, K, K, j, K, even_j)
+            h = carried * h + load_vector(part_hs + row, i, K)
+            kappa = carried * kappa + load_vector(part_kappas + row, i, K)
+    # What a chunk needs besides its tokens is loaded a chunk ahead.
+    mean_i = load_origin(means + (end - 1) * K, i, K, CENTERED)
+    mean_j = load_origin(means + (end - 1) * K, j, K, CENTERED)
+    h_term = load_sum(h_terms + (end - 1) * BLOCKS * K, i, K, BLOCKS)
+    for back in range(0, (end - begin) * steps):
+        step = end * steps - 1 - back
         if back % steps == 0:
             chunk = (step // steps).to(tl.int64)
-            part = chunk * tiles_j * K + i
-            rounded = f.to(fs.dtype.element_ty)
             if CENTERED:
-                new_i = load_vector(means + chunk * K, i, K)
-                new_j = load_vector(means + chunk * K, j, K)
-                moved = tl.sum(f * (new_j - origin_j)[None, :], 1)
-                kappa += tl.sum((new_i - origin_i) * (h + 0.5 * moved), 0)
-                h += moved
-                origin_i, origin_j = new_i, new_j
-                slope = h - tl.sum(rounded.to(tl.float32) * new_j[None, :], 1)
-            else:
+                h, kappa = move(f, h, kappa, origin_i, origin_j, mean_i, mean_j)
+                origin_i, origin_j = mean_i, mean_j
+            if not FIRST_WALK:
+                rounded = f.to(fs.dtype.element_ty)
                 slope = h
-            store_tile(fs + chunk * K * K, rounded, i, K, K, j, K, even_j)
-            tl.store(hs + part, h, mask=i < K)
-            tl.store(slopes + part, slope, mask=i < K)
-            tl.store(kappas + chunk * tiles, kappa)
-            if HAS_DECAY:
-                sigma = load_tile(states + chunk * K * K, i, K, K, j, K, even_j).to(tl.float32)
-                crossing = kappa + 0.5 * tl.sum(tl.sum(f * sigma, 1), 0)
-                if not CENTERED:
-                    crossing += tl.sum(h * load_vector(means + chunk * K, i, K), 0)
-                tl.store(crossings + chunk * tiles, crossing * tl.load(counts + chunk))
-                in_chunk = tl.arange(0, C)
-                decays = tl.load(
-                    log_decay + chunk * (C * H) + in_chunk * H,
-                    mask=in_chunk < length - chunk * C,
-                    other=0.0,
-                )
-                carried = tl.exp(tl.sum(decays.to(tl.float32), 0))
-            elif RESETS:
-                start = last_start(starts, chunk * C, C, length)
-                carried = tl.where(start < 0, 1.0, 0.0)
+                if CENTERED:
+                    slope -= tl.sum(rounded.to(tl.float32) * origin_j[None, :], 1)
+                row = chunk * tiles_j * K + i
+                store_tile(fs + chunk * K * K, rounded, i, K, K, j, K, even_j)
+                tl.store(slopes + row, slope, mask=i < K)
+                if HAS_DECAY:
+                    sigma = load_tile(states + chunk * K * K, i, K, K, j, K, even_j)
+                    crossing = kappa + 0.5 * tl.sum(f * sigma.to(tl.float32), 1)
+                    if not CENTERED:
+                        crossing += h * load_vector(means + chunk * K, i, K)
+                    tl.store(hs + row, h, mask=i < K)
+                    tl.store(kappas + row, kappa, mask=i < K)
+                    tl.store(crossings + row, crossing, mask=i < K)
             if HAS_DECAY or RESETS:
+                if HAS_DECAY:
+                    carried = tl.load(factors + chunk * 2)
+                else:
+                    carried = tl.where(last_start(starts, chunk * C, C, length) < 0, 1.0, 0.0)
                 f *= carried
                 h *= carried
                 kappa *= carried
-            for block in tl.static_range(BLOCKS):
-                term = chunk * BLOCKS + block
-                h += first_j * load_vector(h_terms + term * K, i, K)
-                kappa += first * tl.load(kappa_terms + term)
+            h += first_j * h_term
+            if HAS_DECAY:
+                for block in tl.static_range(BLOCKS):
+                    kappa += first * tl.load(kappa_terms + chunk * BLOCKS + block)
+            before = tl.maximum(chunk - 1, 0)
+            mean_i = load_origin(means + before * K, i, K, CENTERED)
+            mean_j = load_origin(means + before * K, j, K, CENTERED)
+            h_term = load_sum(h_terms + before * BLOCKS * K, i, K, BLOCKS)
         left = length - step * S
         token = (step * S).to(tl.int64) * stride
         g_i = load_tile(g + token, at, left, stride, i, K, even_i)
@@ -119,36 +157,58 @@ def adjoint_kernel(
         q_i = load_tile(shares + token, at, left, stride, i, K, even_i)
         g_j = load_tile(g + token, at, left, stride, j, K, even_j)
         f = tl.dot(tl.trans(q_i), g_j, f, input_precision="ieee")
+    if FIRST_WALK:
+        store_tile(fs, f, i, K, K, j, K, even_j)
+        tl.store(hs + i, h, mask=i < K)
+        tl.store(kappas + i, kappa, mask=i < K)
+
+
+@triton.jit
+def pieces_of(x, PIECES: tl.constexpr):
+    """A matrix's columns in 1, 2, 4 or 8 parts, which stay in the registers they are in."""
+    pieces = (x,)
+    if PIECES > 1:
+        pieces = halves(x)
+    if PIECES > 2:
+        pieces = halves(pieces[0]) + halves(pieces[1])
+    if PIECES > 4:
+        pieces = halves(pieces[0]) + halves(pieces[1]) + halves(pieces[2]) + halves(pieces[3])
+    return pieces
+
+
+@triton.jit
+def halves(x):
+    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
 def keys_kernel(
-    q, k, g, lam, log_decay, starts, count, p, p_g, mean_q, mean_g, past, counts, means,
-    kappas, hs, slopes, fs, crossings, length,
-    d_k, d_log_decay,
+    q, k, g, lam, coarse, fine, starts, to_end, count, mean_q, mean_g, means,
+    hs, slopes, fs, length,
+    d_k, polynomials,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
-    BN: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr,
+    BT: tl.constexpr, COLUMNS: tl.constexpr,
     HAS_DECAY: tl.constexpr, RESETS: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of R keys of a chunk and, with HAS_DECAY, where R is C, of the log decays.
+    """The gradients of R keys of a chunk: phi's as the chunk's end sees it, and its own tokens'.
 
-    TILES, PARTS: into how many parts the sequence's pass split kappa, and h.
+    With decays also phi of each key, less kappa. BK: rows of F a step. BT: tokens a step.
+    COLUMNS: into how many parts the sequence's walk split h and slopes.
     """
+    WIDTH: tl.constexpr = max(triton.next_power_of_2(K), BK)
+    PIECES: tl.constexpr = WIDTH // 64 if WIDTH > 64 else 1
+    BN: tl.constexpr = WIDTH // PIECES
     even_k: tl.constexpr = K % BK == 0
-    WHOLE: tl.constexpr = BK >= K  # the keys stay in shared memory
-    BS: tl.constexpr = BK if BK < 64 else 64
-    even_s: tl.constexpr = K % BS == 0
     even_n: tl.constexpr = K % BN == 0
+    even: tl.constexpr = K == WIDTH
     blocks: tl.constexpr = C // R
     chunks = (length + C - 1) // C
     sequence = (tl.program_id(0) // (chunks * blocks)).to(tl.int64)
     block = tl.program_id(0) % blocks
     chunk = tl.program_id(0) // blocks % chunks
     batch, head = sequence // H, sequence % H
-    at = tl.arange(0, C)
     rows = block * R + tl.arange(0, R)
     left = length - chunk * C
-    live = at < left
     stride: tl.constexpr = H * K
     token = batch * length + chunk * C
     tokens = token * stride + head * K
@@ -156,97 +216,157 @@ def keys_kernel(
     k += tokens
     g += tokens
     d_k += tokens
-    starts += token
-    scalar = token * H + head + at * H
+    scalar = token * H + head
+    of_head = sequence * length + chunk * C
+    coarse += of_head
+    fine += of_head
+    starts += of_head if HAS_DECAY else token
     entry = sequence * chunks + chunk
     means += (entry + sequence) * K
-    hs += entry * PARTS * K
-    slopes += entry * PARTS * K
+    hs += entry * COLUMNS * K
+    slopes += entry * COLUMNS * K
     fs += entry * K * K
     dtype: tl.constexpr = q.dtype.element_ty
     column = tl.arange(0, BK)
+    every = tl.arange(0, WIDTH)
 
-    # Transposed scores: key j is the row, query t the column.
-    scores_q = tl.zeros([R, C], tl.float32)
-    scores_g = tl.zeros([R, C], tl.float32)
-    for start in range(0, K, BS):
-        k_tile = load_tile(k, rows, left, stride, start + tl.arange(0, BS), K, even_s)
-        q_tile = load_tile(q, at, left, stride, start + tl.arange(0, BS), K, even_s)
-        g_tile = load_tile(g, at, left, stride, start + tl.arange(0, BS), K, even_s)
-        scores_q += dot(k_tile, tl.trans(q_tile))
-        scores_g += dot(k_tile, tl.trans(g_tile))
-    scores_q = scores_q - tl.load(mean_q + scalar, mask=live, other=0.0)[None, :]
-    scores_g = scores_g - tl.load(mean_g + scalar, mask=live, other=0.0)[None, :]
-    n = tl.load(count + scalar, mask=live, other=1.0)
-    share = -tl.load(lam + scalar, mask=live, other=0.0).to(tl.float32)
-    causal = (rows[:, None] <= at[None, :]) & live[None, :]
+    d_keys = tl.zeros([R, WIDTH], tl.float32)
+    for start in range(0, K, BK):
+        k_tile = load_tile(k, rows, left, stride, start + column, K, even_k)
+        f = load_tile(fs, start + column, K, K, every, K, even)
+        d_keys = tl.dot(k_tile, f, d_keys, input_precision="ieee")
+    d_keys += load_sum(slopes, every, K, COLUMNS)[None, :]
     if HAS_DECAY:
-        coarse, fine, resets, reset = cumulative_decay(log_decay + token * H + head, at, left, H)
-        gap = (coarse[None, :] - coarse[:, None]) + (fine[None, :] - fine[:, None])
-        causal = causal & (resets[:, None] == resets[None, :])
-        weight = tl.exp(tl.where(causal, gap, float("-inf"))) / n[None, :]
-        to_end, carried = weights_to_end(coarse, fine, resets, at == C - 1)
-        # z_tj: the gradient of e^{G_t-G_j}, times it. Token l's decay scales all j < l <= t.
-        products = weight * scores_q * scores_g
-        incoming = tl.load(counts + entry + sequence)
-        kept = tl.where(resets == 0, tl.exp(coarse + fine), 0.0) * incoming / n
-        p_q = tl.load(p + scalar, mask=live, other=0.0)
-        p_d = tl.load(p_g + scalar, mask=live, other=0.0)
-        g_past = tl.load(past + scalar, mask=live, other=0.0) + kept * p_q * p_d
-        curvature = g_past + tl.sum(products, 0)
-        z = (products - weight * curvature[None, :]) * share[None, :]
-        z_past = (g_past - kept * curvature) * share
-        earlier = (at[:, None] > at[None, :]).to(tl.float32).to(dtype)
-        before = dot(earlier, z.to(dtype)) + z_past[None, :]
-        d_decay = tl.sum(tl.where(at[:, None] <= at[None, :], before, 0.0), 1)
-        weight = weight * share[None, :]
-    else:
-        if RESETS:
-            causal = causal & (rows[:, None] >= tl.load(starts + at, mask=live, other=C)[None, :])
-            to_end = (rows >= last_start(starts, 0, C, left)).to(tl.float32)
-        weight = tl.where(causal, (share / n)[None, :], 0.0)
-    weight_q = (weight * scores_q).to(dtype)
-    weight_g = (weight * scores_g).to(dtype)
+        polynomial = tl.zeros([R], tl.float32)
+        pieces = pieces_of(d_keys, PIECES)
+        for piece in tl.static_range((K + BN - 1) // BN):
+            columns = piece * BN + tl.arange(0, BN)
+            h = load_sum(hs, columns, K, COLUMNS)
+            delta = load_tile(k, rows, left, stride, columns, K, even_n).to(tl.float32)
+            delta -= load_origin(means, columns, K, CENTERED)[None, :]
+            polynomial += tl.sum(0.5 * delta * (pieces[piece] + h[None, :]), 1)
+        tl.store(polynomials + scalar + rows * H, polynomial, mask=rows < left)
+        coarse_j = tl.load(coarse + rows, mask=rows < left, other=0.0)
+        fine_j = tl.load(fine + rows, mask=rows < left, other=0.0)
+        d_keys *= tl.load(to_end + of_head + rows, mask=rows < left, other=0.0)[:, None]
+    elif RESETS:
+        d_keys *= (rows >= last_start(starts, 0, C, left)).to(tl.float32)[:, None]
 
-    polynomial = tl.zeros([R], tl.float32)
-    if WHOLE:
-        k_whole = load_tile(k, rows, left, stride, column, K, even_k)
-    for first in range(0, K, BN):
-        n_column = first + tl.arange(0, BN)
-        if WHOLE:
-            f = load_tile(fs, column, K, K, n_column, K, even_n)
-            d_tile = dot(k_whole, f)
-        else:
-            d_tile = tl.zeros([R, BN], tl.float32)
-            for start in range(0, K, BK):
-                k_tile = load_tile(k, rows, left, stride, start + column, K, even_k)
-                f = load_tile(fs, start + column, K, K, n_column, K, even_n)
-                d_tile += dot(k_tile, f)
-        slope = load_vector(slopes, n_column, K)
-        for part in tl.static_range(1, PARTS):
-            slope += load_vector(slopes + part * K, n_column, K)
-        d_tile += slope[None, :]
-        if HAS_DECAY:
-            h = load_vector(hs, n_column, K)
-            for part in tl.static_range(1, PARTS):
-                h += load_vector(hs + part * K, n_column, K)
-            delta = load_tile(k, rows, left, stride, n_column, K, even_n).to(tl.float32)
-            delta -= load_origin(means, n_column, K, CENTERED)[None, :]
-            polynomial += tl.sum(0.5 * delta * (d_tile + h[None, :]), 1)
+    k_whole = load_tile(k, rows, left, stride, every, K, even)
+    for begin in range(block * R // BT * BT, C, BT):
+        at = begin + tl.arange(0, BT)
+        live = at < left
+        each = scalar + at * H
+        q_tile = load_tile(q, at, left, stride, every, K, even)
+        g_tile = load_tile(g, at, left, stride, every, K, even)
+        # Transposed scores: key j is the row, query t the column.
+        scores_q = dot(k_whole, tl.trans(q_tile))
+        scores_g = dot(k_whole, tl.trans(g_tile))
+        n = tl.load(count + each, mask=live, other=1.0)
+        share = -tl.load(lam + each, mask=live, other=0.0).to(tl.float32) / n
+        causal = (rows[:, None] <= at[None, :]) & live[None, :]
         if HAS_DECAY or RESETS:
-            d_tile *= to_end[:, None]
-        g_tile = load_tile(g, at, left, stride, n_column, K, even_n)
-        d_tile += dot(weight_q, g_tile)
-        q_tile = load_tile(q, at, left, stride, n_column, K, even_n)
-        d_tile += dot(weight_g, q_tile)
-        store_tile(d_k, d_tile, rows, left, stride, n_column, K, even_n)
+            first = tl.load(starts + at, mask=live, other=C)
+            causal = causal & (rows[:, None] >= first[None, :])
+        if HAS_DECAY:
+            coarse_t = tl.load(coarse + at, mask=live, other=0.0)
+            fine_t = tl.load(fine + at, mask=live, other=0.0)
+            gap = (coarse_t[None, :] - coarse_j[:, None]) + (fine_t[None, :] - fine_j[:, None])
+            weight = tl.exp(tl.where(causal, gap, float("-inf"))) * share[None, :]
+        else:
+            weight = tl.where(causal, share[None, :], 0.0)
+        scores_q -= tl.load(mean_q + each, mask=live, other=0.0)[None, :]
+        scores_g -= tl.load(mean_g + each, mask=live, other=0.0)[None, :]
+        weight_q = (weight * scores_q).to(dtype)
+        weight_g = (weight * scores_g).to(dtype)
+        d_keys = tl.dot(weight_q, g_tile, d_keys, input_precision="ieee")
+        d_keys = tl.dot(weight_g, q_tile, d_keys, input_precision="ieee")
+    store_tile(d_k, d_keys, rows, left, stride, every, K, even)
 
-    if HAS_DECAY:
-        kappa = 0.0
-        crossing = 0.0
-        for tile in tl.static_range(0, TILES):
-            kappa += tl.load(kappas + entry * TILES + tile)
-            crossing += tl.load(crossings + entry * TILES + tile)
-        later = tl.where(live, (kappa + polynomial) * to_end, 0.0)
-        d_decay += carried * crossing + tl.cumsum(later, 0) - later
-        tl.store(d_log_decay + scalar, tl.where(reset, 0.0, d_decay), mask=live)
+
+@triton.jit
+def log_decay_kernel(
+    q, k, g, lam, coarse, fine, starts, to_end, factors, count, p, p_g, mean_q, mean_g, past, d_lam,
+    counts, polynomials, kappas, crossings, length,
+    d_log_decay,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a chunk's log decays: token l's decay scales what t >= l sees of j < l.
+
+    BT: tokens t a step. BK: columns a step. COLUMNS: into how many parts the walk split kappa.
+    """
+    even: tl.constexpr = K % BK == 0
+    chunks = (length + C - 1) // C
+    sequence = (tl.program_id(0) // chunks).to(tl.int64)
+    chunk = tl.program_id(0) % chunks
+    batch, head = sequence // H, sequence % H
+    rows = tl.arange(0, C)
+    left = length - chunk * C
+    stride: tl.constexpr = H * K
+    token = batch * length + chunk * C
+    q += token * stride + head * K
+    k += token * stride + head * K
+    g += token * stride + head * K
+    scalar = token * H + head
+    of_head = sequence * length + chunk * C
+    coarse += of_head
+    fine += of_head
+    starts += of_head
+    entry = sequence * chunks + chunk
+    kappas += entry * COLUMNS * K
+    crossings += entry * COLUMNS * K
+    dtype: tl.constexpr = q.dtype.element_ty
+
+    coarse_j = tl.load(coarse + rows, mask=rows < left, other=0.0)
+    fine_j = tl.load(fine + rows, mask=rows < left, other=0.0)
+    incoming = tl.load(counts + entry + sequence)
+    d_decay = tl.zeros([C], tl.float32)
+    given = tl.zeros([C], tl.float32)
+    for begin in range(0, C, BT):
+        at = begin + tl.arange(0, BT)
+        live = at < left
+        each = scalar + at * H
+        scores_q = tl.zeros([C, BT], tl.float32)
+        scores_g = tl.zeros([C, BT], tl.float32)
+        for start in range(0, K, BK):
+            column = start + tl.arange(0, BK)
+            k_tile = load_tile(k, rows, left, stride, column, K, even)
+            q_tile = load_tile(q, at, left, stride, column, K, even)
+            g_tile = load_tile(g, at, left, stride, column, K, even)
+            scores_q = tl.dot(k_tile, tl.trans(q_tile), scores_q, input_precision="ieee")
+            scores_g = tl.dot(k_tile, tl.trans(g_tile), scores_g, input_precision="ieee")
+        scores_q -= tl.load(mean_q + each, mask=live, other=0.0)[None, :]
+        scores_g -= tl.load(mean_g + each, mask=live, other=0.0)[None, :]
+        n = tl.load(count + each, mask=live, other=1.0)
+        share = -tl.load(lam + each, mask=live, other=0.0).to(tl.float32) / n
+        first = tl.load(starts + at, mask=live, other=C)
+        coarse_t = tl.load(coarse + at, mask=live, other=0.0)
+        fine_t = tl.load(fine + at, mask=live, other=0.0)
+        gap = (coarse_t[None, :] - coarse_j[:, None]) + (fine_t[None, :] - fine_j[:, None])
+        earlier = (rows[:, None] < at[None, :]) & (rows[:, None] >= first[None, :])
+        # z_tj: the gradient of e^{G_t-G_j}, times it; of the keys before the chunk in `z_past`.
+        curvature = -tl.load(d_lam + each, mask=live, other=0.0)
+        z = scores_q * scores_g - curvature[None, :]
+        z *= tl.exp(tl.where(earlier, gap, float("-inf"))) * share[None, :]
+        old = tl.where(first < 0, tl.exp(coarse_t + fine_t), 0.0) * incoming
+        p_q = tl.load(p + each, mask=live, other=0.0)
+        p_d = tl.load(p_g + each, mask=live, other=0.0)
+        z_past = tl.load(past + each, mask=live, other=0.0) * n + old * (p_q * p_d - curvature)
+        # The sum over j < l <= t of z_tj: all of t's where t >= l, less all of j's where j >= l.
+        seen = tl.sum(z, 0) + z_past * share
+        after = (rows[:, None] <= at[None, :]) & (rows[:, None] >= first[None, :])
+        d_decay += tl.sum(tl.where(after, seen[None, :], 0.0), 1)
+        given += tl.sum(z, 1)
+    columns = tl.arange(0, triton.next_power_of_2(K))
+    kappa = tl.sum(load_sum(kappas, columns, K, COLUMNS), 0)
+    crossing = tl.sum(load_sum(crossings, columns, K, COLUMNS), 0) * incoming
+    live = rows < left
+    phi = kappa + tl.load(polynomials + scalar + rows * H, mask=live, other=0.0)
+    later = phi * tl.load(to_end + of_head + rows, mask=live, other=0.0)
+    d_decay += tl.load(factors + entry * 2) * crossing + tl.cumsum(later, 0) - later
+    first = tl.load(starts + rows, mask=live, other=C)
+    after = (rows[:, None] <= rows[None, :]) & (rows[:, None] >= first[None, :])
+    d_decay -= tl.sum(tl.where(after, given[None, :], 0.0), 1)
+    reset = first == rows
+    tl.store(d_log_decay + scalar + rows * H, tl.where(reset, 0.0, d_decay), mask=live)

@@ -92,52 +92,149 @@ def last_start(starts, first, C: tl.constexpr, length):
 
 
 @triton.jit
-def states_kernel(
-    k, log_decay, starts, count, key_sum, key_outer, length,
-    counts, means, states, final_sum, final_outer,
-    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BT: tl.constexpr,
-    HAS_DECAY: tl.constexpr, RESETS: tl.constexpr, CENTERED: tl.constexpr,
-):  # fmt: skip
-    """One tile of Sigma over a whole sequence, S tokens a step; writes it at every chunk's start.
+def larger(a, b):
+    return tl.maximum(a, b)
 
-    The initial and final states are raw sums. No tokens have no mean: the first key stands for it.
-    RESETS: S is C, and `starts` [B, T] has where in its chunk each token's segment starts, or -1.
+
+@triton.jit
+def weigh_kernel(
+    k, log_decay, length,
+    weighted, means, coarse, fine, starts, to_end, factors,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    HAS_DECAY: tl.constexpr, CENTERED: tl.constexpr,
+):  # fmt: skip
+    """The keys of a chunk by themselves, as its end sees them.
+
+    Their mean [B, H, N, K], and their distances from it, or with CENTERED off they themselves, times
+    the root of their weights, as k. `factors` [B, H, N, 2]: what is left of a weight from before the
+    chunk, and the sum of the chunk's.
+
+    HAS_DECAY, for the other kernels, all [B, H, T]: the sums of log decays in the chunk up to a token,
+    in two parts; where in the chunk its last reset was, -1 if before it; and its key's weight.
+    """
+    even: tl.constexpr = K % BK == 0
+    chunks = (length + C - 1) // C
+    sequence = (tl.program_id(0) // chunks).to(tl.int64)
+    chunk = tl.program_id(0) % chunks
+    batch, head = sequence // H, sequence % H
+    at = tl.arange(0, C)
+    left = length - chunk * C
+    live = at < left
+    stride: tl.constexpr = H * K
+    token = batch * length + chunk * C
+    k += token * stride + head * K
+    weighted += token * stride + head * K
+    entry = sequence * chunks + chunk
+    means += entry * K
+    weight = live.to(tl.float32)
+    carried = 1.0
+    if HAS_DECAY:
+        here = sequence * length + chunk * C + at
+        sums = cumulative_decay(log_decay + token * H + head, at, left, H)
+        weight, carried = weights_to_end(sums[0], sums[1], sums[2], at == C - 1)
+        weight = tl.where(live, weight, 0.0)
+        last_reset = tl.associative_scan(tl.where(sums[3], at, -1), 0, larger)
+        tl.store(coarse + here, sums[0], mask=live)
+        tl.store(fine + here, sums[1], mask=live)
+        tl.store(starts + here, last_reset, mask=live)
+        tl.store(to_end + here, weight, mask=live)
+    total = tl.sum(weight, 0)
+    tl.store(factors + entry * 2, carried)
+    tl.store(factors + entry * 2 + 1, total)
+    share = weight / total
+    root = tl.sqrt(weight)
+    for first in range(0, K, BK):
+        column = first + tl.arange(0, BK)
+        x = load_tile(k, at, left, stride, column, K, even).to(tl.float32)
+        origin = load_vector(k, column, K)
+        mean = origin + tl.sum((x - origin[None, :]) * share[:, None], 0)
+        tl.store(means + column, mean, mask=column < K)
+        if CENTERED:
+            x = x - mean[None, :]
+        store_tile(weighted, x * root[:, None], at, left, stride, column, K, even)
+
+
+@triton.jit
+def states_kernel(
+    k, weighted, chunk_means, factors, starts, count, key_sum, key_outer,
+    part_counts, part_means, part_states, length,
+    counts, means, states, final_sum, final_outer,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BT: tl.constexpr,
+    PARTS: tl.constexpr, FIRST_WALK: tl.constexpr, INITIAL: tl.constexpr,
+    RAW: tl.constexpr, RESETS: tl.constexpr, CENTERED: tl.constexpr,
+):  # fmt: skip
+    """One tile of Sigma over a part of a sequence, a chunk a step; writes it at every chunk's start.
+
+    The initial and final states are raw sums; INITIAL says whether there is one. No tokens have no
+    mean: the first key stands for it. RAW: keys of equal weights in 16 bits, whose products lose
+    nothing in float32; with RESETS `starts` [B, T] has where in its chunk each token's segment
+    starts, or -1. Else the keys are those of `weigh_kernel`.
+
+    FIRST_WALK: each of the PARTS by itself, and writes its statistics alone, with in `counts` the
+    sum of its weights and what is left at its end of a weight before it. The second walk starts a
+    part with the statistics of those before it.
     """
     tiles_n: tl.constexpr = (K + BT - 1) // BT
     tiles: tl.constexpr = tiles_n * (tiles_n + 1) // 2
     even: tl.constexpr = K % BT == 0
-    steps: tl.constexpr = C // S
     stride: tl.constexpr = H * K
-    sequence = (tl.program_id(0) // tiles).to(tl.int64)
+    sequence = (tl.program_id(0) // (tiles * PARTS)).to(tl.int64)
+    part = tl.program_id(0) // tiles % PARTS
     tile_i, tile_j = triangle(tl.program_id(0) % tiles, tiles_n)
     off_diagonal = tile_i != tile_j
     batch, head = sequence // H, sequence % H
     chunks = (length + C - 1) // C
-    at = tl.arange(0, S)
+    first = part * chunks // PARTS
+    end = (part + 1) * chunks // PARTS
+    at = tl.arange(0, C)
     i = tile_i * BT + tl.arange(0, BT)
     j = tile_j * BT + tl.arange(0, BT)
-    k += batch * length * stride + head * K
-    log_decay += batch * length * H + head
+    left = length - first * C
+    k += (batch * length + first * C) * stride + head * K
     starts += batch * length
-    counts += sequence * (chunks + 1)
-    means += sequence * (chunks + 1) * K
-    states += sequence * (chunks + 1) * K * K
+    weighted += (batch * length + first * C) * stride + head * K
+    chunk_means += (sequence * chunks + first) * K
+    factors += (sequence * chunks + first) * 2
+    entry = sequence * PARTS + part if FIRST_WALK else sequence * (chunks + 1) + first
+    counts += entry * (2 if FIRST_WALK else 1)
+    means += entry * K
+    states += entry * K * K
     dtype: tl.constexpr = k.dtype.element_ty
-    # Equal weights and 16-bit keys: the raw products of a step lose nothing in float32.
-    RAW: tl.constexpr = (not HAS_DECAY) and (dtype != tl.float32)
 
-    n = tl.load(count + sequence)
-    seen = n > 0
-    inverse = tl.where(seen, 1.0 / tl.where(seen, n, 1.0), 0.0)
-    sum_i = load_vector(key_sum + sequence * K, i, K) * inverse
-    sum_j = load_vector(key_sum + sequence * K, j, K) * inverse
-    mean_i = tl.where(seen, sum_i, load_vector(k, i, K))
-    mean_j = tl.where(seen, sum_j, load_vector(k, j, K))
-    state = load_tile(key_outer + sequence * K * K, i, K, K, j, K, even) * inverse
-    if CENTERED:
-        state -= sum_i[:, None] * sum_j[None, :]
-    for step in range(0, chunks * steps):
-        if step % steps == 0:
+    if INITIAL and not FIRST_WALK:
+        n = tl.load(count + sequence)
+        seen = n > 0
+        inverse = tl.where(seen, 1.0 / tl.where(seen, n, 1.0), 0.0)
+        sum_i = load_vector(key_sum + sequence * K, i, K) * inverse
+        sum_j = load_vector(key_sum + sequence * K, j, K) * inverse
+        mean_i = tl.where(seen, sum_i, load_vector(k, i, K))
+        mean_j = tl.where(seen, sum_j, load_vector(k, j, K))
+        state = load_tile(key_outer + sequence * K * K, i, K, K, j, K, even) * inverse
+        if CENTERED:
+            state -= sum_i[:, None] * sum_j[None, :]
+    else:
+        n = 0.0
+        mean_i = load_vector(k, i, K)
+        mean_j = load_vector(k, j, K)
+        state = tl.zeros([BT, BT], tl.float32)
+    remaining = 1.0
+    if PARTS > 1 and not FIRST_WALK:
+        for earlier in range(0, part):
+            before = sequence * PARTS + earlier
+            new = tl.load(part_counts + before * 2)
+            old = n * tl.load(part_counts + before * 2 + 1)
+            n = old + new
+            share = new / n
+            step_i = load_vector(part_means + before * K, i, K) - mean_i
+            step_j = load_vector(part_means + before * K, j, K) - mean_j
+            added = load_tile(part_states + before * K * K, i, K, K, j, K, even)
+            if CENTERED:
+                added += (old / n) * step_i[:, None] * step_j[None, :]
+            state = (old / n) * state + share * added
+            mean_i += share * step_i
+            mean_j += share * step_j
+    for chunk in range(first, end):
+        if not FIRST_WALK:
             store_symmetric(states, state.to(dtype), i, j, off_diagonal, K, even)
             if not off_diagonal:
                 tl.store(means + i, mean_i, mask=i < K)
@@ -146,83 +243,81 @@ def states_kernel(
             states += K * K
             means += K
             counts += 1
-        left = length - step * S
         live = at < left
-        if RESETS:
-            start = last_start(starts, step * S, S, length)
-            live = live & (at >= start)
-        k_i = load_rows(k, at, live, stride, i, K, even)
-        k_j = load_rows(k, at, live, stride, j, K, even)
-        k += S * stride
         if RAW:
-            new = tl.minimum(left, S).to(tl.float32)
-            old = n
+            carried = 1.0
+            new = tl.minimum(left, C).to(tl.float32)
             if RESETS:
+                start = last_start(starts, chunk * C, C, length)
+                live = live & (at >= start)
+                carried = tl.where(start < 0, 1.0, 0.0)
                 new -= tl.maximum(start, 0).to(tl.float32)
-                old = tl.where(start < 0, n, 0.0)
-            n = old + new
-            kept = old / n
-            factor = 1.0 / n
-            outer = dot(tl.trans(k_i), k_j)
-            sum_i = column_sums(k_i)
+            k_i = load_rows(k, at, live, stride, i, K, even)
+            k_j = load_rows(k, at, live, stride, j, K, even)
+            k += C * stride
+        else:
+            carried = tl.load(factors)
+            new = tl.load(factors + 1)
+            factors += 2
+            k_i = load_rows(weighted, at, live, stride, i, K, even)
+            k_j = load_rows(weighted, at, live, stride, j, K, even)
+            weighted += C * stride
+        left -= C
+        old = carried * n
+        n = old + new
+        kept = old / n
+        factor = 1.0 / n
+        if FIRST_WALK:
+            remaining *= carried
+        outer = dot(tl.trans(k_i), k_j)
+        if RAW:
+            new_i = kept * mean_i + column_sums(k_i) * factor
             if CENTERED:
-                sum_j = column_sums(k_j)
-                new_i = kept * mean_i + sum_i * factor
-                new_j = kept * mean_j + sum_j * factor
+                new_j = kept * mean_j + column_sums(k_j) * factor
                 state = kept * (state + mean_i[:, None] * mean_j[None, :])
                 state += factor * outer - new_i[:, None] * new_j[None, :]
-                mean_i, mean_j = new_i, new_j
+                mean_j = new_j
             else:
                 state = kept * state + factor * outer
-                mean_i = kept * mean_i + sum_i * factor
+            mean_i = new_i
         else:
-            k_i = k_i.to(tl.float32)
-            k_j = k_j.to(tl.float32)
-            if HAS_DECAY:
-                coarse, fine, past_resets, _ = cumulative_decay(log_decay, at, left, H)
-                weight, carried = weights_to_end(coarse, fine, past_resets, at == S - 1)
-                weight = tl.where(live, weight, 0.0)
-                log_decay += S * H
-            else:
-                weight = live.to(tl.float32)
-                carried = 1.0
-            old = carried * n
-            n = old + tl.sum(weight, 0)
-            weight = weight / n
-            kept = old / n
+            share = new * factor
+            step_i = load_vector(chunk_means, i, K) - mean_i
+            step_j = load_vector(chunk_means, j, K) - mean_j
+            chunk_means += K
+            state = kept * state + factor * outer
             if CENTERED:
-                # From the new mean, so that nothing cancels, and the old mean's distance to it.
-                step_i = tl.sum((k_i - mean_i[None, :]) * weight[:, None], 0)
-                step_j = tl.sum((k_j - mean_j[None, :]) * weight[:, None], 0)
-                mean_i += step_i
-                mean_j += step_j
-                k_i = k_i - mean_i[None, :]
-                k_j = k_j - mean_j[None, :]
-                state += step_i[:, None] * step_j[None, :]
-            else:
-                mean_i = kept * mean_i + tl.sum(k_i * weight[:, None], 0)
-            k_i = k_i * weight[:, None]
-            state = state * kept + dot(tl.trans(k_i.to(dtype)), k_j.to(dtype))
-    store_symmetric(states, state.to(dtype), i, j, off_diagonal, K, even)
-    if CENTERED:
-        state += mean_i[:, None] * mean_j[None, :]
-    store_symmetric(final_outer + sequence * K * K, n * state, i, j, off_diagonal, K, even)
-    if not off_diagonal:
-        tl.store(means + i, mean_i, mask=i < K)
-        tl.store(final_sum + sequence * K + i, n * mean_i, mask=i < K)
-        if tile_i == 0:
-            tl.store(counts, n)
+                state += (kept * share) * step_i[:, None] * step_j[None, :]
+            mean_i += share * step_i
+            mean_j += share * step_j
+    if FIRST_WALK:
+        store_tile(states, state, i, K, K, j, K, even)
+        if not off_diagonal:
+            tl.store(means + i, mean_i, mask=i < K)
+            if tile_i == 0:
+                tl.store(counts, n)
+                tl.store(counts + 1, remaining)
+    elif part == PARTS - 1:
+        store_symmetric(states, state.to(dtype), i, j, off_diagonal, K, even)
+        if CENTERED:
+            state += mean_i[:, None] * mean_j[None, :]
+        store_symmetric(final_outer + sequence * K * K, n * state, i, j, off_diagonal, K, even)
+        if not off_diagonal:
+            tl.store(means + i, mean_i, mask=i < K)
+            tl.store(final_sum + sequence * K + i, n * mean_i, mask=i < K)
+            if tile_i == 0:
+                tl.store(counts, n)
 
 
 @triton.jit
 def read_kernel(
-    q, k, lam, log_decay, starts, other, other_p, counts, means, states, length,
+    q, k, lam, coarse, fine, starts, other, other_p, counts, means, states, length,
     out, p, mean_q, count, d_lam, past, shares, h_terms, kappa_terms,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
     BN: tl.constexpr, HAS_DECAY: tl.constexpr, RESETS: tl.constexpr, CENTERED: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """R tokens of a chunk: q - lam Sigma q, with p, q . mean and n. With HAS_DECAY R is C.
+    """R tokens of a chunk: q - lam Sigma q, with p, q . mean and n.
 
     BACKWARD: of g, with d_lam = -other . Sigma g, where `other` is q and `other_p` its p, instead
     of n. Also, with a_t as of the chunk's start: a_t q_t, these tokens' terms of h and kappa and,
@@ -248,6 +343,8 @@ def read_kernel(
     k += tokens
     out += tokens
     scalar = token * H + head + rows * H
+    of_head = sequence * length + chunk * C
+    starts += of_head if HAS_DECAY else token
     entry = sequence * (chunks + 1) + chunk
     means += entry * K
     states += entry * K * K
@@ -269,39 +366,39 @@ def read_kernel(
             scores += dot(q_tile, tl.trans(k_tile))
             if CENTERED:
                 shift += times_vector(q_tile, load_vector(means, start + column, K))
-    causal = (rows[:, None] >= at[None, :]) & (at < left)[None, :]
+    causal = (rows[:, None] >= at[None, :]) & live[:, None]
     incoming = tl.load(counts + entry)
     since = tl.full([R], 1.0, tl.float32)
-    if HAS_DECAY:
-        coarse, fine, resets, _ = cumulative_decay(log_decay + token * H + head, at, left, H)
-        gap = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
-        causal = causal & (resets[:, None] == resets[None, :])
-        weight = tl.exp(tl.where(causal, gap, float("-inf")))
-        since = tl.where(resets == 0, tl.exp(coarse + fine), 0.0)
-        old = since * incoming
-        n = old + tl.sum(weight, 1)
-        n = tl.where(live, n, 1.0)
-        weight = weight / n[:, None]
-    elif RESETS:
-        start = tl.load(starts + token + rows, mask=live, other=0)
+    if HAS_DECAY or RESETS:
+        start = tl.load(starts + rows, mask=live, other=0)
         causal = causal & (at[None, :] >= start[:, None])
         since = (start < 0).to(tl.float32)
-        old = since * incoming
-        n = old + (rows + 1 - tl.maximum(start, 0)).to(tl.float32)
+    if HAS_DECAY:
+        coarse_t = tl.load(coarse + of_head + rows, mask=live, other=0.0)
+        fine_t = tl.load(fine + of_head + rows, mask=live, other=0.0)
+        coarse_j = tl.load(coarse + of_head + at, mask=at < left, other=0.0)
+        fine_j = tl.load(fine + of_head + at, mask=at < left, other=0.0)
+        since *= tl.exp(coarse_t + fine_t)
+        gap = (coarse_t[:, None] - coarse_j[None, :]) + (fine_t[:, None] - fine_j[None, :])
+        weight = tl.exp(tl.where(causal, gap, float("-inf")))
+        new = tl.where(live, tl.sum(weight, 1), 1.0)
+    elif RESETS:
+        new = (rows + 1 - tl.maximum(start, 0)).to(tl.float32)
     else:
-        old = incoming + tl.zeros([R], tl.float32)
-        n = incoming + 1.0 + rows.to(tl.float32)
+        new = (rows + 1).to(tl.float32)
+    old = since * incoming
+    n = old + new
     kept = old / n
     inverse = 1.0 / n
     if CENTERED:
         scores = scores - shift[:, None]
-        shares_of_n = weight * scores if HAS_DECAY else tl.where(causal, scores, 0.0)
-        average = tl.sum(shares_of_n, 1) * (1.0 if HAS_DECAY else inverse)
+        summed = weight * scores if HAS_DECAY else tl.where(causal, scores, 0.0)
+        average = tl.sum(summed, 1) * inverse
         scores = scores - average[:, None]
     else:
         average = tl.zeros([R], tl.float32)
-    weights = weight * scores if HAS_DECAY else tl.where(causal, scores * inverse[:, None], 0.0)
-    weights = weights.to(dtype)
+    scores = scores * inverse[:, None]
+    weights = (weight * scores if HAS_DECAY else tl.where(causal, scores, 0.0)).to(dtype)
     total = tl.sum(weights.to(tl.float32), 1)
     strength = tl.load(lam + scalar, mask=live, other=0.0).to(tl.float32)
     if BACKWARD:
