@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 import kernels
 from kernels import check, shapes, triton_util
+from kernels.ccq_query import triton_tiles
 
 OPERATORS = ("ccq_query", "gated_linear_attention")
 STATIC = {"ccq_query": {"centered": True}, "gated_linear_attention": {"scale": 0.5}}
@@ -46,10 +47,10 @@ def tiles(monkeypatch):
     def choose(operator, kernel, width, *, table=None, dtype=jnp.bfloat16, chunk=128, mode="all"):
         monkeypatch.setattr(triton_util, "device_kind", lambda: H200)
         monkeypatch.setattr(triton_util, "tuned_table", lambda: {H200: table or {}})
-        module = importlib.import_module(f"kernels.{operator}.triton")
         x = jnp.zeros((1, 1, 1, width), dtype)
-        arguments = (x, chunk, mode) if operator == "ccq_query" else (x, x)
-        return module._tiles(kernel, *arguments)
+        if operator == "ccq_query":
+            return triton_tiles.of(kernel, x, chunk, mode)
+        return importlib.import_module(f"kernels.{operator}.triton")._tiles(kernel, x, x)
 
     return choose
 

@@ -9,7 +9,6 @@ which are walked at once, twice: each from nothing, then from what the others ad
 """
 
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels import triton_util
-from kernels.ccq_query import xla
+from kernels.ccq_query import triton_tiles, xla
 from kernels.ccq_query.state import CCQState
 
 unavailable = triton_util.unavailable
@@ -26,8 +25,6 @@ HINTS = (
     "has_initial_state",
 )
 
-# Rows of 16-bit tiles: narrower ones are miscompiled, see `triton_kernels`.
-NARROWEST = 64
 # Shorter sequences are one part. The batch has no say: its rows must not depend on its size.
 LONG = 16384
 SHORTEST_PART = 2048
@@ -66,7 +63,7 @@ def forward(
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T H K"], CCQState, Residuals]:
     """Cleaned queries and final statistics; see `kernels.ccq_query`."""
-    from kernels.ccq_query import triton_kernels
+    from kernels.ccq_query import triton_kernels, triton_states
 
     batch, length, heads, width = q.shape
     mode = _mode(q, log_decay, only_segments)
@@ -75,13 +72,13 @@ def forward(
     static |= {"HAS_DECAY": mode == "decay", "RESETS": mode == "resets"}
     raw = mode != "decay" and q.dtype != jnp.float32
     weighed = _weigh(k, lam, log_decay, chunk, mode, centered)
-    weighted, chunk_means, coarse, fine, starts, to_end, factors = weighed
+    weighted, chunk_means, coarse, fine, starts, _, factors = weighed
 
-    config = _tiles("states", q, chunk, mode)
+    config = triton_tiles.of("states", q, chunk, mode)
     parts = _parts(q)
     walk = functools.partial(
         triton_util.call,
-        triton_kernels.states_kernel,
+        triton_states.states_kernel,
         *(k, weighted, chunk_means, factors, starts),
         *(initial_state if has_initial_state else (lam,) * 3),
         grid=(_triangle(width, config["BT"]) * parts * batch * heads,),
@@ -112,7 +109,7 @@ def forward(
         ),
         FIRST_WALK=False,
     )
-    config = _tiles("read", q, chunk, mode)
+    config = triton_tiles.of("read", q, chunk, mode)
     scalar, unused = f32((batch, length, heads)), f32((1,))
     out, p, mean_q, n, *_ = triton_util.call(
         triton_kernels.read_kernel,
@@ -125,8 +122,8 @@ def forward(
     )
     state = CCQState(counts[..., -1], *final)
     inputs = (q, k, lam, log_decay, initial_state)
-    walked = (counts, means, states, n, p, mean_q, weighed[2:], of_parts[0])
-    return out, state, Residuals(*inputs, *walked)
+    statistics = (counts, means, states, n, p, mean_q)
+    return out, state, Residuals(*inputs, *statistics, weighed[2:], of_parts[0])
 
 
 def backward(
@@ -140,7 +137,7 @@ def backward(
     chunk_size: int | None = None,
 ) -> tuple[Any, ...]:
     """Gradients of q, k, lam, log_decay and initial_state."""
-    from kernels.ccq_query import triton_gradients, triton_kernels
+    from kernels.ccq_query import triton_adjoint, triton_gradients, triton_kernels
 
     q, k, lam, log_decay, _, counts, means, states, n, p, mean_q, decays, part_counts = residuals
     batch, length, heads, width = q.shape
@@ -152,7 +149,7 @@ def backward(
     scalar, unused = f32((batch, length, heads)), f32((1,))
     d_out = d_out.astype(q.dtype)
 
-    config = _tiles("read", q, chunk, mode)
+    config = triton_tiles.of("read", q, chunk, mode)
     blocks = chunk // config["R"]
     terms = batch, heads, chunks, blocks
     d_q, p_g, mean_g, _, d_lam, past, shares, h_terms, kappa_terms = triton_util.call(
@@ -167,12 +164,12 @@ def backward(
         **static,
         **config,
     )
-    config = _tiles("adjoint", q, chunk, mode)
+    config = triton_tiles.of("adjoint", q, chunk, mode)
     columns = -(-width // config["BJ"])
     parts = _parts(q)
     walk = functools.partial(
         triton_util.call,
-        triton_gradients.adjoint_kernel,
+        triton_adjoint.adjoint_kernel,
         *(shares, d_out, factors, starts, h_terms, kappa_terms, means, states),
         *d_state,
         grid=(-(-width // config["BI"]) * columns * parts * batch * heads,),
@@ -199,7 +196,7 @@ def backward(
         out=(at_keys, at_keys, row, square, at_keys),
         FIRST_WALK=False,
     )
-    config = _tiles("keys", q, chunk, mode)
+    config = triton_tiles.of("keys", q, chunk, mode)
     d_k, polynomials = triton_util.call(
         triton_gradients.keys_kernel,
         *(q, k, d_out, lam, coarse, fine, starts, to_end, n, mean_q, mean_g, means),
@@ -210,8 +207,11 @@ def backward(
         **static,
         **config,
     )
-    d_log_decay = None if log_decay is None else jnp.zeros_like(log_decay)  # of a constant
-    if mode == "decay":
+    if log_decay is None:
+        d_log_decay = None
+    elif mode == "resets":
+        d_log_decay = jnp.zeros_like(log_decay)  # of a constant
+    else:
         d_log_decay = triton_util.call(
             triton_gradients.log_decay_kernel,
             *(q, k, d_out, lam, coarse, fine, starts, to_end, factors, n, p, p_g, mean_q, mean_g),
@@ -219,7 +219,7 @@ def backward(
             out=scalar,
             grid=(chunks * batch * heads,),
             **{"H": heads, "K": width, "C": chunk, "COLUMNS": columns},
-            **_tiles("log_decay", q, chunk, mode),
+            **triton_tiles.of("log_decay", q, chunk, mode),
         ).astype(log_decay.dtype)
     d_initial = _initial_gradient(residuals, d_out, d_state, mean_g, centered)
     d_lam = d_lam.astype(lam.dtype)
@@ -247,7 +247,7 @@ def _chunks(q: Array, chunk_size: int | None) -> tuple[int, int]:
     if q.dtype == jnp.float32:
         chunk = min(chunk_size or 64, 64)
     else:
-        chunk = min(max(chunk_size or (128 if width > 128 else 64), NARROWEST), 128)
+        chunk = min(max(chunk_size or (128 if width > 128 else 64), triton_tiles.NARROWEST), 128)
     return chunk, -(-q.shape[1] // chunk)
 
 
@@ -279,18 +279,18 @@ def _weigh(
     from kernels.ccq_query import triton_kernels
 
     if mode != "decay" and k.dtype != jnp.float32:
-        starts = _starts(log_decay, chunk) if mode == "resets" else lam
+        starts = lam if log_decay is None else _starts(log_decay, chunk)
         return k, lam, lam, lam, starts, lam, lam
     batch, length, heads, width = k.shape
     chunks = -(-length // chunk)
     scalar = f32((batch, heads, length) if mode == "decay" else (1,))
-    starts = jax.ShapeDtypeStruct(scalar.shape, jnp.int32)
+    places = jax.ShapeDtypeStruct(scalar.shape, jnp.int32)
     return triton_util.call(
         triton_kernels.weigh_kernel,
         *(k, lam if log_decay is None else log_decay, length),
         out=(
             *(like(k), f32((batch, heads, chunks, width))),
-            *(scalar, scalar, starts, scalar, f32((batch, heads, chunks, 2))),
+            *(scalar, scalar, places, scalar, f32((batch, heads, chunks, 2))),
         ),
         grid=(chunks * batch * heads,),
         **{"H": heads, "K": width, "C": chunk, "BK": 64, "num_warps": 4, "num_stages": 2},
@@ -306,69 +306,6 @@ def _starts(log_decay: Float[Array, "B T H"], chunk: int) -> Int[Array, "B T"]:
     place = jnp.arange(chunk, dtype=jnp.int32)
     seen = resets & (place <= place[:, None])
     return jnp.where(seen, place, -1).max(-1).reshape(batch, -1)[:, :length]
-
-
-def _tiles(kernel: str, q: Array, chunk: int, mode: str) -> dict[str, int]:
-    """Block sizes."""
-    width = q.shape[-1]
-    full = q.dtype == jnp.float32
-    narrowest = 16 if full else NARROWEST
-    widest = max(narrowest, 1 << (width - 1).bit_length())
-    step = 16 if full else 64
-
-    def config(num_warps: int, num_stages: int, **sizes: int) -> dict[str, int]:
-        return sizes | {"num_warps": num_warps, "num_stages": num_stages}
-
-    if kernel == "states":
-        candidates = [config(4, stages, BT=32 if full else 64) for stages in (2, 1)]
-        if widest == 128 and not full:
-            candidates.insert(0, config(8, 2, BT=128))
-    elif kernel == "read":
-        # As much as stays in shared memory.
-        whole = widest if widest <= 256 else step
-        candidates = [config(4, 2, BK=whole, BN=64, R=64), config(4, 2, BK=64, BN=64, R=64)]
-        if full:
-            candidates = [config(4, 1, BK=32, BN=32, R=64)]
-    elif kernel == "adjoint":
-        candidates = [config(4, 4, BI=128, BJ=64, S=32), config(4, 3, BI=64, BJ=64, S=32)]
-        if full:
-            candidates = [config(4, 1, BI=32, BJ=32, S=32)]
-    elif kernel == "keys":
-        sizes = [(64, 64, 2), (64, 64, 1), (32, 32, 1)] if not full else [(16, 16, 1)]
-        warps = 8 if widest > 128 else 4
-        candidates = [config(warps, stages, R=r, BT=t, BK=step) for r, t, stages in sizes]
-    else:
-        candidates = [config(8, stages, BT=step, BK=step) for stages in (3, 1)]
-
-    def shared(config: Mapping[str, int]) -> int:
-        stages = config["num_stages"]
-        if kernel == "states":
-            elements = stages * chunk * 2 * config["BT"]
-        elif kernel == "adjoint":
-            elements = stages * 2 * config["S"] * (config["BI"] + config["BJ"])
-        elif kernel == "read":
-            a, b, rows = config["BK"], config["BN"], config["R"]
-            kept = a if a >= width else 0
-            tiles = stages * (rows + 2 * chunk) * min(a, 64)
-            elements = max(rows * kept + stages * (a + 2 * chunk) * b, (rows + chunk) * kept, tiles)
-        elif kernel == "keys":
-            rows, tokens = config["R"], config["BT"]
-            phi = stages * config["BK"] * (rows + widest)
-            elements = max(phi, (rows + 2 * stages * tokens) * widest)
-        else:
-            elements = stages * (chunk + 2 * config["BT"]) * config["BK"]
-        return q.dtype.itemsize * elements
-
-    shape = triton_util.bucket(q.dtype, width) + (" decay" if mode == "decay" else "")
-    chosen = triton_util.choose(f"ccq_query.{kernel}", shape, candidates, shared)
-    # Rows of tiles neither narrower than is safe nor wider than the head, steps that divide a chunk.
-    tokens = [name for name in ("S", "R", "BT") if name in chosen and kernel != "states"]
-    for name in chosen:
-        if name in tokens:
-            chosen[name] = min(chosen[name], chunk)
-        elif name.startswith("B"):
-            chosen[name] = min(max(chosen[name], narrowest), widest)
-    return chosen
 
 
 def _initial_gradient(
