@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 import kernels
 from kernels import check, shapes, triton_util
+from kernels.ccq_query import triton as ccq
 from kernels.ccq_query import triton_tiles
 
 OPERATORS = ("ccq_query", "gated_linear_attention")
@@ -74,6 +75,14 @@ def test_ccq_tiles_fit_the_chunk_and_are_wide_enough(tiles, kernel, width):
 def test_gla_tiles_are_wide_enough(tiles, kernel, width):
     config = tiles("gated_linear_attention", kernel, width)
     assert min(size for name, size in config.items() if name.startswith("B")) >= 64
+
+
+def test_long_sequences_of_few_heads_are_walked_in_parts(monkeypatch):
+    monkeypatch.setattr(triton_util, "num_cores", lambda: 132)
+    parts = lambda *shape: ccq._parts(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    assert parts(1, 4096, 16, 128) == 1
+    assert parts(1, 65536, 8, 128) * 8 >= 132, "one sequence fills the card"
+    assert parts(1, 100_000, 3, 256) == parts(64, 100_000, 3, 256), "the batch has no say"
 
 
 def test_a_table_cannot_ask_for_tiles_that_are_miscompiled(tiles):
@@ -191,6 +200,27 @@ def test_results_and_gradients_are_those_of_float64(operator, name, dtype, optio
         if not error <= check.tolerance(tensor, dtype)
     }
     assert not too_large
+
+
+@on_gpu
+@pytest.mark.parametrize("options", [{"decay": "mixed"}, {"decay": "none", "segments": True}])
+@pytest.mark.parametrize("initial_state", [True, False])
+def test_parts_of_a_sequence_add_up(options, initial_state, monkeypatch):
+    monkeypatch.setattr(ccq, "LONG", 256)
+    monkeypatch.setattr(ccq, "SHORTEST_PART", 128)
+    jax.clear_caches()
+    inputs = shapes.make_inputs(
+        "ccq_query",
+        shapes.SHAPES["k64"],
+        dtype="bfloat16",
+        keys="crowded",
+        initial_state=initial_state,
+        **options,
+    )
+    assert ccq._parts(inputs["q"]) > 1
+    errors, _ = check.compare("ccq_query", "triton", inputs)
+    jax.clear_caches()
+    assert all(error <= check.tolerance(name, "bfloat16") for name, error in errors.items())
 
 
 @on_gpu
