@@ -51,6 +51,20 @@ def test_tiny_is_the_default_and_says_how_to_run_it(name):
     )
 
 
+def test_variants_of_recall_differ_from_their_backbone_in_ccq_alone():
+    for variant in ("gdn", "ccq_gdn", "ccq_gdn4", "gla", "ccq_gla", "ccq_gla_norm"):
+        config = get_config("recall", variant)
+        validate(config)
+        assert config.model.ccq.enabled == variant.startswith("ccq_")
+        backbone = get_config("recall", "gdn" if "gdn" in variant else "gla").unlock()
+        backbone.model.ccq = config.model.ccq
+        assert config == backbone.lock()
+    assert get_config("recall", "ccq_gdn4").model.ccq.lambda_max == 4
+    assert get_config("recall", "ccq_gla_norm").model.ccq.key_norm
+    with pytest.raises(ValueError, match="'gdn4'"):
+        get_config("recall", "gdn4")
+
+
 def test_paper_scale_is_half_a_million_tokens_a_step_and_a_billion_of_warm_up():
     train = get_config("ccq_gdn", "1.3B").train
     tokens = train.batch_size * train.seq_len

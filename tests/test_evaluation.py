@@ -10,7 +10,10 @@ import pytest
 from training import tiny_config
 
 from ccq_jax import checkpoint, generate
-from ccq_jax.evaluation import evaluate, length, recall, scoring
+from ccq_jax.config import default
+from ccq_jax.evaluation import curvature, evaluate, length, recall, scoring
+from ccq_jax.evaluation.benchmark_data import DataFolder
+from ccq_jax.evaluation.context import Request
 from ccq_jax.train import train
 from ccq_jax.validation import validation_batches
 
@@ -121,6 +124,28 @@ def test_lambda_can_be_fixed_for_a_test(run):
         for c in (plain, fixed)
     )
     assert learned != four
+
+
+def test_geometry_and_sweep_read_the_tasks_that_fit_the_length(run, capsys):
+    config, workdir = run
+    found = evaluate(config, workdir, suite=["geometry", "sweep"])
+    assert "niah: train.seq_len is too short: data.niah.num_needles=1" in capsys.readouterr().err
+    assert list(found["geometry"]["results"]["tasks"]) == ["mqar"]
+    rows = found["sweep"]["results"]
+    assert list(rows) == ["own", "0", "0.5", "1", "2", "4"]
+    assert len({row["loss"] for row in rows.values()}) == 6
+    for part in ("geometry", "sweep"):
+        picture = workdir / "eval" / f"{part}.png"
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("source", "tasks"), [("mqar", ["mqar"]), ("stdlib", ["mqar", "niah"]), ("niah", ["niah"])]
+)
+def test_geometry_is_of_what_a_run_was_trained_on(source, tasks):
+    config = default()
+    config.data.source = source
+    assert list(curvature.find_any(Request(config, DataFolder(None))).tasks) == tasks
 
 
 def test_what_cannot_be_evaluated_is_refused(run):

@@ -1,6 +1,7 @@
 """Whether CCQ does what it claims in a model: `geometry`, and `sweep` over fixed lambdas.
 
-Both use the run's recall tasks at the length that it was trained at, `sweep` its validation text too.
+Both use recall tasks at the length that the run was trained at: those among its data, or else all that
+there is room for. `sweep` uses its validation data too.
 """
 
 import functools
@@ -12,6 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ccq_jax.data import make_tokenizer, recall_options
+from ccq_jax.data.recall import make_task
+from ccq_jax.data.sources import parse_source
 from ccq_jax.evaluation import held_out
 from ccq_jax.evaluation.context import Context, Material, Measured, Request
 from ccq_jax.evaluation.geometry import measure
@@ -21,14 +25,23 @@ from ccq_jax.evaluation.tables import Table
 from ccq_jax.plots import BASELINE, LAYERS, TRAIN, VALIDATION
 from ccq_jax.validation import validation_batches
 
-PICTURED = held_out.TASKS[-1]
-"""The task whose geometry is drawn."""
-
 
 def find_any(request: Request) -> Material:
-    """The recall tasks."""
+    """The recall tasks that the run was trained on, or else all; of them, those that fit its length."""
     held_out.find(request)
-    return Material({task: None for task in held_out.TASKS})
+    config = request.config
+    tokenizer = make_tokenizer(config.data.tokenizer)
+    trained = {source.kind for source in parse_source(config.data.source)}
+    tasks: dict[str, None] = {}
+    missing = []
+    for task in [x for x in held_out.TASKS if x in trained] or held_out.TASKS:
+        options = recall_options(config, task)
+        try:
+            make_task(task, tokenizer, config.train.seq_len + 1, **options)
+            tasks[task] = None
+        except ValueError as error:
+            missing.append(f"{task}: train.seq_len is too short: {error}")
+    return Material(tasks, missing)
 
 
 def find_linear(request: Request) -> Material:
@@ -108,10 +121,9 @@ def sweep_table(results: dict[str, Any]) -> Table:
 
 
 def draw_geometry(results: dict[str, Any]) -> Figure:
-    """Six views of one task: the gain, the reads, lambda, Sigma's spectrum, shares of keys."""
-    found = {
-        name: np.array(x) for name, x in results["tasks"][PICTURED].items() if isinstance(x, list)
-    }
+    """Six views of the last task: the gain, the reads, lambda, Sigma's spectrum, shares of keys."""
+    task, values = list(results["tasks"].items())[-1]
+    found = {name: np.array(x) for name, x in values.items() if isinstance(x, list)}
     figure = Figure(figsize=(11, 6.4))
     axes = figure.subplots(2, 3)
     _map(axes[0, 0], found["gain"], "Gain of the contraction (dB)")
@@ -129,10 +141,9 @@ def draw_geometry(results: dict[str, Any]) -> Figure:
     axes[1, 0].set(title=r"Spectrum of $\Sigma$", xlabel="eigenvalue", yscale="log")
     shares = {"needle": found["needle_share"], "others": found["other_share"]}
     _by_layer(axes[1, 1], shares)
-    top = results["tasks"][PICTURED]["top"]
-    axes[1, 1].set(title=f"Keys in the top {top} directions", xlabel="layer", ylim=(0, 1))
+    axes[1, 1].set(title=f"Keys in the top {values['top']} directions", xlabel="layer", ylim=(0, 1))
     _map(axes[1, 2], found["needle_share"] - found["other_share"], "Needle less others")
-    figure.suptitle(f"{PICTURED}, {results['length']} tokens", x=0.01, ha="left")
+    figure.suptitle(f"{task}, {results['length']} tokens", x=0.01, ha="left")
     return figure
 
 
@@ -141,12 +152,12 @@ def draw_sweep(results: dict[str, Any]) -> Figure:
     tasks = [name for name in results["own"] if name not in ("loss", "perplexity")]
     figure = Figure(figsize=(9, 3.6))
     left, right = figure.subplots(1, 2)
-    for task, colour in zip(tasks, (TRAIN, VALIDATION), strict=True):
+    for task, colour in zip(tasks, (TRAIN, VALIDATION), strict=False):
         _over_lambda(left, results, task, colour, task)
     left.set(title="Recall", xlabel=r"$\lambda$", ylabel="right answer tokens", ylim=(-0.02, None))
     left.legend()
     _over_lambda(right, results, "perplexity", TRAIN, "perplexity")
-    right.set(title="Validation text", xlabel=r"$\lambda$", ylabel="perplexity", yscale="log")
+    right.set(title="Validation data", xlabel=r"$\lambda$", ylabel="perplexity", yscale="log")
     return figure
 
 
