@@ -6,6 +6,14 @@ import triton.language as tl
 # exp of anything below is zero in float32, so that such a decay is a reset.
 FORGET = tl.constexpr(-104.0)
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def exp(x):
+    """e^x, 0 where it would be below 1.2e-38: one instruction, where Triton's own takes four."""
+    return tl.exp2(x * LOG2_E)
+
 
 @triton.jit
 def load_rows(pointer, rows, live, stride, columns, width: tl.constexpr, even: tl.constexpr):

@@ -46,8 +46,6 @@ class Prepared(NamedTuple):
     gates: Float[Array, "B HV chunks 5 C"]
     corrections: Float[Array, "B HV chunks C C"]
     scores: Float[Array, "B HV chunks C C"]
-    fine_corrections: Float[Array, "B HV chunks C C"]
-    fine_scores: Float[Array, "B HV chunks C C"]
 
 
 def forward(q, k, v, log_decay, beta, initial_state, *, scale, chunk_size=None):
@@ -56,14 +54,15 @@ def forward(q, k, v, log_decay, beta, initial_state, *, scale, chunk_size=None):
     parts = _parts(v)
     cut = _cut(inputs, parts)
     chunk = _chunk("forward", q, chunk_size)
-    prepared = _prepare(cut, scale, chunk)
+    # Float16 keeps three more bits than bfloat16.
+    prepared = _prepare(cut, scale, chunk, jnp.float32 if q.dtype == jnp.float32 else jnp.float16)
     starts, transitions = initial_state, None
     if parts > 1:
         starts, transitions = _starts(cut, prepared, initial_state, parts)
     out, _, _, last = _walk(cut, prepared, starts, scale=scale, output=True)
     state = last.reshape(-1, parts, *last.shape[1:])[:, -1]
     # The terms are small; only where the backward's chunk is another are they computed again.
-    kept = prepared[:3] if chunk == _chunk("backward", q, chunk_size) else None
+    kept = prepared if chunk == _chunk("backward", q, chunk_size) else None
     return out.reshape(v.shape), state, (inputs, kept, starts, transitions)
 
 
@@ -75,8 +74,7 @@ def backward(residuals, d_out, d_state, *, scale, chunk_size=None):
     cut = _cut(inputs, parts)
     d_out = d_out.reshape(cut.v.shape)
     chunk = _chunk("backward", inputs.q, chunk_size)
-    terms = kept or _prepare(cut, scale, chunk)[:3]
-    prepared = Prepared(*terms, *terms[1:])
+    prepared = kept or _prepare(cut, scale, chunk, inputs.q.dtype)
     _, u, states, _ = _walk(cut, prepared, starts, scale=scale, states=True)
     d_ends = d_state
     if parts > 1:
@@ -149,28 +147,26 @@ def _by_part(x: Array, parts: int) -> Array:
     return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
 
 
-def _prepare(inputs: Inputs, scale: float, chunk: int) -> Prepared:
+def _prepare(inputs: Inputs, scale: float, chunk: int, dtype: Any) -> Prepared:
     from kernels.gated_delta_rule import triton_kernels
 
     q, k, v, log_decay, beta = inputs
     tiles = (q.shape[0], v.shape[2], -(-q.shape[1] // chunk))
-    fine = jnp.float32 if q.dtype == jnp.float32 else jnp.float16
-    squares = (
-        jax.ShapeDtypeStruct((*tiles, chunk, chunk), x) for x in (q.dtype, q.dtype, fine, fine)
+    squares = (jax.ShapeDtypeStruct((*tiles, chunk, chunk), dtype) for _ in range(2))
+    rows = (jax.ShapeDtypeStruct((*tiles, x, chunk), jnp.float32) for x in (GATE_ROWS, 16))
+    gates, scratch = rows
+    *prepared, _ = triton_util.call(
+        triton_kernels.prepare_kernel,
+        *(q, k, log_decay, beta),
+        out=(gates, *squares, scratch),
+        grid=(tiles[0] * tiles[1] * tiles[2],),
+        T=q.shape[1],
+        scale=scale,
+        INVERSE_PRECISION="ieee" if q.dtype == jnp.float32 else "tf32x3",
+        **_static(inputs, chunk),
+        **_config("prepare", inputs, chunk),
     )
-    return Prepared(
-        *triton_util.call(
-            triton_kernels.prepare_kernel,
-            *(q, k, log_decay, beta),
-            out=(jax.ShapeDtypeStruct((*tiles, GATE_ROWS, chunk), jnp.float32), *squares),
-            grid=(tiles[0] * tiles[1] * tiles[2],),
-            T=q.shape[1],
-            scale=scale,
-            INVERSE_PRECISION="ieee" if q.dtype == jnp.float32 else "tf32x3",
-            **_static(inputs, chunk),
-            **_config("prepare", inputs, chunk),
-        )
-    )
+    return Prepared(*prepared)
 
 
 def _walk(inputs, prepared, starts, *, scale=1.0, values=True, output=False, states=False):
@@ -178,9 +174,7 @@ def _walk(inputs, prepared, starts, *, scale=1.0, values=True, output=False, sta
     from kernels.gated_delta_rule import triton_kernels
 
     q, k, v, _, beta = inputs
-    gates, corrections, scores, fine_corrections, fine_scores = prepared
-    if not states:
-        corrections, scores = fine_corrections, fine_scores
+    gates, corrections, scores = prepared
     tiles, chunk = gates.shape[:3], gates.shape[-1]
     key_dim, value_dim = starts.shape[2:]
     config = _config("states" if states else "forward", inputs, chunk)
@@ -211,7 +205,7 @@ def _walk_back(inputs, prepared, d_out, d_ends, scale, *, states=False):
     from kernels.gated_delta_rule import triton_kernels
 
     q, k, v, _, _ = inputs
-    gates, corrections, scores, _, _ = prepared
+    gates, corrections, scores = prepared
     tiles, chunk = gates.shape[:3], gates.shape[-1]
     key_dim, value_dim = d_ends.shape[2:]
     config = _config("reverse", inputs, chunk)

@@ -4,21 +4,42 @@ No intermediate is larger than the result, also where keys are nearly parallel: 
 of the matrix would need far more digits than float32 has.
 """
 
+# mypy: ignore-errors
+# In Triton a tuple may grow in a loop that is unrolled.
+
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def invert_blocks(a, N: tl.constexpr):
-    """(I + a)^-1 of N strictly lower triangular blocks [N, 16, 16], row by row."""
-    row = tl.arange(0, 16)[None, :, None]
-    column = tl.arange(0, 16)[None, None, :]
-    x = -a
-    for i in range(2, 16):
-        this = tl.sum(tl.where(row == i, x, 0.0), axis=1)
-        this += tl.sum(this[:, :, None] * x, axis=1)
-        x = tl.where(row == i, this[:, None, :], x)
-    return x + tl.where(row == column, 1.0, 0.0)
+def invert_blocks(a, scratch, C: tl.constexpr):
+    """(I + d)^-1 of the C / 16 diagonal blocks d of a strictly lower triangular `a`, row by row.
+
+    Every thread has a column of a block in its registers. What it needs of `a` it reads from memory,
+    `scratch` [C, 16] in float32, whose cache serves a word to all threads at once.
+    """
+    N: tl.constexpr = C // 16
+    i = tl.arange(0, C)
+    column = i[None, :] % 16
+    same = i[:, None] // 16 == i[None, :] // 16
+    tl.store(scratch + i[:, None] * 16 + column, a, mask=same)
+    tl.debug_barrier()
+    block = scratch + tl.arange(0, N)[:, None] * 256
+    row = block + tl.arange(0, 16)[None, :]
+    word = block + tl.zeros((1, 16), tl.int32)
+    x = ()
+    for r in tl.static_range(0, 16):
+        this = tl.load(row + r * 16)
+        for j in tl.static_range(0, r):
+            this += tl.load(word + (r * 16 + j)) * x[j]
+        x += (-this,)
+    tl.debug_barrier()
+    for r in tl.static_range(0, 16):
+        tl.store(row + r * 16, x[r])
+    tl.debug_barrier()
+    n, r, c = tl.arange(0, N)[:, None, None], tl.arange(0, 16)[None, :, None], tl.arange(0, 16)
+    x = tl.load(scratch + n * 256 + r * 16 + c[None, None, :])
+    return x + tl.where(r == c[None, None, :], 1.0, 0.0)
 
 
 @triton.jit
@@ -41,12 +62,9 @@ def merge_blocks(x, a, P: tl.constexpr, S: tl.constexpr, PRECISION: tl.constexpr
 
 
 @triton.jit
-def invert_unit_lower(a, C: tl.constexpr, PRECISION: tl.constexpr):
+def invert_unit_lower(a, scratch, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + a)^-1 for a strictly lower triangular [C, C]: diagonal blocks, then pairs of blocks."""
-    N: tl.constexpr = C // 16
-    block = tl.arange(0, N)
-    same = block[:, None, None, None] == block[None, None, :, None]
-    x = invert_blocks(tl.sum(tl.where(same, tl.reshape(a, (N, 16, N, 16)), 0.0), axis=2), N)
+    x = invert_blocks(a, scratch, C)
     if C >= 32:
         x = merge_blocks(x, a, C // 32, 16, PRECISION)
     if C >= 64:

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from kernels.gated_delta_rule.triton_inverse import invert_unit_lower
-from kernels.triton_blocks import FORGET
+from kernels.triton_blocks import FORGET, exp
 
 # Sums of multiples of 1/1024 are exact in float32 over a chunk; what is left over is small.
 COARSE = tl.constexpr(1024.0)
@@ -54,12 +54,27 @@ def decay_between(coarse_i, coarse_j, fine_i, fine_j, resets_i, resets_j, mask):
     """exp(G_i - G_j) where `mask` and no reset lies between, else 0, as a matrix [i, j]."""
     exponent = (coarse_i[:, None] - coarse_j[None, :]) + (fine_i[:, None] - fine_j[None, :])
     reaches = mask & (resets_i[:, None] == resets_j[None, :])
-    return tl.exp(tl.where(reaches, exponent, float("-inf")))
+    return exp(tl.where(reaches, exponent, float("-inf")))
+
+
+@triton.jit
+def row_products(
+    x, y, i, live, stride, K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr
+):
+    """x y^T of two chunks' rows."""
+    total = tl.zeros((i.shape[0], i.shape[0]), tl.float32)
+    for first in range(0, K, BLOCK_K):
+        column = first + tl.arange(0, BLOCK_K)[None, :]
+        mask = live[:, None] & (column < K)
+        x_tile = tl.load(x + i[:, None] * stride + column, mask=mask, other=0.0)
+        y_tile = tl.load(y + i[:, None] * stride + column, mask=mask, other=0.0)
+        total = tl.dot(x_tile, tl.trans(y_tile), total, input_precision=PRECISION)
+    return total
 
 
 @triton.jit
 def prepare_kernel(
-    q, k, log_decay, beta, gates, corrections, scores, fine_corrections, fine_scores, T, scale,
+    q, k, log_decay, beta, gates, corrections, scores, scratch, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -81,9 +96,9 @@ def prepare_kernel(
     resets = tl.cumsum(tl.where(reset, 1.0, 0.0), axis=0)
     coarse_sum = tl.cumsum(coarse, axis=0)
     fine_sum = tl.cumsum(fine, axis=0)
-    start = tl.exp(tl.where(resets == 0.0, coarse_sum + fine_sum, float("-inf")))
+    start = exp(tl.where(resets == 0.0, coarse_sum + fine_sum, float("-inf")))
     to_end = (tl.sum(coarse, axis=0) - coarse_sum) + (tl.sum(fine, axis=0) - fine_sum)
-    end = strength * tl.exp(tl.where(resets == tl.max(resets, axis=0), to_end, float("-inf")))
+    end = strength * exp(tl.where(resets == tl.max(resets, axis=0), to_end, float("-inf")))
     gates += tile * (GATE_ROWS * C) + i
     tl.store(gates + COARSE_ROW * C, coarse_sum)
     tl.store(gates + FINE_ROW * C, fine_sum)
@@ -93,27 +108,18 @@ def prepare_kernel(
 
     q += row * (H * K) + (hv // (HV // H)) * K
     k += row * (H * K) + (hv // (HV // H)) * K
-    kk = tl.zeros((C, C), tl.float32)
-    qk = tl.zeros((C, C), tl.float32)
-    for first in range(0, K, BLOCK_K):
-        column = first + tl.arange(0, BLOCK_K)[None, :]
-        mask = live[:, None] & (column < K)
-        k_tile = tl.load(k + i[:, None] * (H * K) + column, mask=mask, other=0.0)
-        q_tile = tl.load(q + i[:, None] * (H * K) + column, mask=mask, other=0.0)
-        kk = tl.dot(k_tile, tl.trans(k_tile), kk, input_precision=PRECISION)
-        qk = tl.dot(q_tile, tl.trans(k_tile), qk, input_precision=PRECISION)
     lower = i[:, None] >= i[None, :]
     decay = decay_between(coarse_sum, coarse_sum, fine_sum, fine_sum, resets, resets, lower)
-    square = i[:, None] * C + i[None, :]
     decay *= strength[None, :]
-    p = scale * qk * decay
-    square += tile * (C * C)
+    square = tile * (C * C) + i[:, None] * C + i[None, :]
+    # One product after the other: less to hold at a time.
+    p = row_products(q, k, i, live, H * K, K, BLOCK_K, PRECISION) * decay * scale
     tl.store(scores + square, p.to(scores.dtype.element_ty))
-    tl.store(fine_scores + square, p.to(fine_scores.dtype.element_ty))
-    a = tl.where(i[:, None] > i[None, :], kk * decay, 0.0)
-    n = tl.where(i[:, None] > i[None, :], -invert_unit_lower(a, C, INVERSE_PRECISION), 0.0)
+    a = row_products(k, k, i, live, H * K, K, BLOCK_K, PRECISION) * decay
+    a = tl.where(i[:, None] > i[None, :], a, 0.0)
+    inverse = -invert_unit_lower(a, scratch + tile * (C * 16), C, INVERSE_PRECISION)
+    n = tl.where(i[:, None] > i[None, :], inverse, 0.0)
     tl.store(corrections + square, n.to(corrections.dtype.element_ty))
-    tl.store(fine_corrections + square, n.to(fine_corrections.dtype.element_ty))
 
 
 @triton.jit
@@ -189,7 +195,7 @@ def forward_kernel(
     bfloat16; the rows on their left are scaled to its range.
     """
     dtype = k.dtype.element_ty
-    fine = corrections.dtype.element_ty
+    fine: tl.constexpr = k.dtype.element_ty if STATES else corrections.dtype.element_ty
     chunks = tl.cdiv(T, C)
     blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = (tl.program_id(0) // blocks).to(tl.int64)
@@ -210,7 +216,7 @@ def forward_kernel(
         mask = live[None, :] & in_v
         gate = gates + tile * (GATE_ROWS * C)
         k_tile = load_keys(k + row * (H * K) + key_head, H * K, i, live, K, BLOCK_K)
-        n = tl.load(corrections + tile * (C * C) + square)
+        n = tl.load(corrections + tile * (C * C) + square).to(fine)
         start = tl.load(gate + START_ROW * C + i)
         end = tl.load(gate + END_ROW * C + i)
         if OUTPUT:
@@ -296,8 +302,8 @@ def reverse_kernel(
         k_tile = load_keys(k + row * (H * K) + key_head, H * K, i, live, K, BLOCK_K)
         q_tile = load_keys(q + row * (H * K) + key_head, H * K, i, live, K, BLOCK_K)
         do = tl.load(d_out + row * (HV * V) + hv * V + values, mask=mask, other=0.0)
-        n = tl.load(corrections + tile * (C * C) + square)
-        p = tl.load(scores + tile * (C * C) + square)
+        n = tl.load(corrections + tile * (C * C) + square).to(dtype)
+        p = tl.load(scores + tile * (C * C) + square).to(dtype)
         start = tl.load(gate + START_ROW * C + i)
         end = tl.load(gate + END_ROW * C + i)
 

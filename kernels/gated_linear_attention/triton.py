@@ -1,9 +1,11 @@
 """GLA's chunked form on GPUs, through jax-triton; `triton_kernels` has the mathematics.
 
-Forward: all chunks' scores and decayed queries and keys at once, the state at every chunk's start
-in one pass over each sequence, then all outputs. Backward: the state's gradient at every chunk's
-end in one pass from the last chunk to the first, then d_v, and d_q, d_k and the decays' gradients,
-of all chunks at once.
+Forward: all chunks' scores and decayed queries and keys at once, then one walk over each sequence
+that carries the state and writes the outputs. Backward: the walk again, for the state that enters
+each chunk; a walk from the last chunk to the first, for the gradient of the state that leaves each
+chunk and d_v; then d_q, d_k and the decays' gradients, of all chunks at once. Chunks with strong
+decays of channels are left out by the kernels that take all chunks at once, and done by others that
+write into the same arrays.
 """
 
 from collections.abc import Mapping
@@ -17,19 +19,18 @@ from kernels import triton_util
 
 unavailable = triton_util.unavailable
 
+# Chunks that a block of the kernels for strong decays looks at.
+GROUP = 8
+
 
 class Residuals(NamedTuple):
-    """What the backward needs.
-
-    The inputs, the states at the chunks' starts, the scores, q decayed from the chunk's start and k
-    to its end, and the chunks' decays.
-    """
+    """What the backward needs: the inputs, and what `_scores` returns."""
 
     q: Float[Array, "B T H K"]
     k: Float[Array, "B T H K"]
     v: Float[Array, "B T H V"]
     log_decay: Float[Array, "B T H D"] | None
-    states: Float[Array, "B H N K V"]
+    initial_state: Float[Array, "B H K V"]
     scores: Float[Array, "B H N C C"]
     decayed_q: Float[Array, "B T H K"]
     decayed_k: Float[Array, "B T H K"]
@@ -47,34 +48,12 @@ def forward(
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Residuals]:
     """Outputs and the final state; see `kernels.gated_linear_attention`."""
-    from kernels.gated_linear_attention import triton_kernels as kernels
-
-    chunk, levels = _chunk(chunk_size)
-    batch, length, heads, width = k.shape
-    chunks = -(-length // chunk)
+    scores, decayed_q, decayed_k, gains = _scores(q, k, v, log_decay, scale, chunk_size)
     kind = _kind(log_decay, k)
-    like_q = jax.ShapeDtypeStruct(q.shape if kind else (1,), q.dtype)
-    gains = batch, heads, chunks, (1, 1, width)[kind]
-    scores, decayed_q, decayed_k, gains = triton_util.call(
-        kernels.scores_kernel,
-        *(q, k, q if log_decay is None else log_decay, length),
-        out=(
-            jax.ShapeDtypeStruct((batch, heads, chunks, chunk, chunk), q.dtype),
-            *(like_q, like_q, jax.ShapeDtypeStruct(gains, jnp.float32)),
-        ),
-        grid=(chunks * batch * heads,),
-        scale=scale,
-        LEVELS=levels,
-        DECAY=kind,
-        **{"H": heads, "K": width, "C": chunk},
-        **_tiles("scores", q, v),
-    )
-    if log_decay is None:
-        decayed_q, decayed_k = q, k
-    states, state = _carry(decayed_k, v, gains, initial_state, 1.0, kind, chunk, reverse=False)
-    out = _mix(decayed_q, v, scores, states, scale, reverse=False)
-    inputs = (q, k, v, log_decay)
-    return out, state, Residuals(*inputs, states, scores, decayed_q, decayed_k, gains)
+    terms = (scores, gains, kind, 1.0 if kind else scale)
+    _, out, state = _walk(decayed_q, decayed_k, v, initial_state, *terms, output=True)
+    inputs = (q, k, v, log_decay, initial_state)
+    return out, state, Residuals(*inputs, scores, decayed_q, decayed_k, gains)
 
 
 def backward(
@@ -86,99 +65,191 @@ def backward(
     chunk_size: int | None = None,
 ) -> tuple[Any, ...]:
     """Gradients of q, k, v, log_decay and initial_state."""
-    from kernels.gated_linear_attention import triton_kernels as kernels
-
-    q, k, v, log_decay, states, scores, decayed_q, decayed_k, gains = residuals
-    chunk, levels = _chunk(chunk_size)
-    kind = _kind(log_decay, k)
+    del chunk_size  # the residuals have it
+    _, k, v, log_decay, initial_state, scores, decayed_q, decayed_k, gains = residuals
     d_out = d_out.astype(v.dtype)
-    d_states, d_initial = _carry(decayed_q, d_out, gains, d_state, scale, kind, chunk, reverse=True)
-    d_v = _mix(decayed_k, d_out, scores, d_states, 1.0, reverse=True)
-
-    batch, heads, chunks, width = states.shape[:4]
-    config = _tiles("gradients", q, v)
-    tiles = -(-width // config["BK"])
-    like_q = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    d_decay = {
-        0: jax.ShapeDtypeStruct((1,), jnp.float32),
-        1: jax.ShapeDtypeStruct((*q.shape[:3], tiles), jnp.float32),
-        2: log_decay if log_decay is None else jax.ShapeDtypeStruct(q.shape, log_decay.dtype),
-    }[kind]
-    d_q, d_k, d_decay = triton_util.call(
-        kernels.gradients_kernel,
-        *(q, k, v, q if log_decay is None else log_decay, d_out, states, d_states, q.shape[1]),
-        out=(like_q, like_q, d_decay),
-        grid=(tiles * chunks * batch * heads,),
-        scale=scale,
-        LEVELS=levels,
-        DECAY=kind,
-        **{"H": heads, "K": width, "V": v.shape[-1], "C": chunk},
-        **config,
+    kind = _kind(log_decay, k)
+    terms = (scores, gains, kind, 1.0 if kind else scale)
+    states, _, _ = _walk(decayed_q, decayed_k, v, initial_state, *terms, states=True)
+    d_states, d_v, d_initial = _walk(
+        decayed_k, decayed_q, d_out, d_state, *terms, reverse=True, output=True, states=True
     )
-    if log_decay is None:
-        return d_q, d_k, d_v, None, d_initial
-    if kind == 1:
-        d_decay = d_decay.sum(-1, keepdims=True).astype(log_decay.dtype)
+    gradients = _channel_gradients if kind == 2 else _gradients
+    d_q, d_k, d_decay = gradients(residuals, d_out, states, d_states, scale)
     return d_q, d_k, d_v, d_decay, d_initial
 
 
-def _carry(
-    x: Float[Array, "B T H K"],
-    y: Float[Array, "B T H V"],
-    gains: Float[Array, "B H N D"],
-    initial: Float[Array, "B H K V"],
+def _scores(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    log_decay: Float[Array, "B T H D"] | None,
     scale: float,
+    chunk_size: int | None,
+) -> tuple[Array, Array, Array, Array]:
+    """The chunks' scores, q decayed from the chunk's start and k to its end, the chunks' decays.
+
+    Where there are decays the scale is in the decayed q.
+    """
+    from kernels.gated_linear_attention import triton_kernels, triton_levels
+
+    chunk, levels = _chunk(chunk_size, q)
+    batch, length, heads, width = k.shape
+    chunks = -(-length // chunk)
+    kind = _kind(log_decay, k)
+    like_q = jax.ShapeDtypeStruct(q.shape if kind else (1,), q.dtype)
+    gains = batch, heads, chunks, (1, 1, width)[kind]
+    sizes: dict[str, Any] = {"scale": scale, "H": heads, "K": width, "C": chunk}
+    scores, decayed_q, decayed_k, gains = triton_util.call(
+        triton_kernels.scores_kernel,
+        *(q, k, q if log_decay is None else log_decay, length),
+        out=(
+            jax.ShapeDtypeStruct((batch, heads, chunks, chunk, chunk), q.dtype),
+            *(like_q, like_q, jax.ShapeDtypeStruct(gains, jnp.float32)),
+        ),
+        grid=(chunks * batch * heads,),
+        DECAY=kind,
+        **sizes,
+        **_tiles("scores", q, v),
+    )
+    if log_decay is None:
+        return scores, q, k, gains
+    if kind == 2:
+        entries = chunks * batch * heads
+        scores, decayed_q, decayed_k = _in_place(
+            triton_levels.scores_kernel,
+            *(q, k, log_decay, gains),
+            into=(scores, decayed_q, decayed_k),
+            numbers=(length, entries),
+            grid=(-(-entries // GROUP),),
+            WIDTH=1 << (width - 1).bit_length(),
+            LEVELS=levels,
+            GROUP=GROUP,
+            **sizes,
+            **_tiles("strong_scores", q, v),
+        )
+    return scores, decayed_q, decayed_k, gains
+
+
+def _in_place(kernel: Any, *operands: Array, into: Any, numbers: Any, **options: Any) -> Any:
+    """The arrays `into` after a kernel has written into them."""
+    refs = tuple(map(triton_util.in_place, into))
+    triton_util.call(kernel, *operands, *refs, *numbers, out=(), **options)
+    return tuple(map(triton_util.after, refs))
+
+
+def _walk(
+    reads: Float[Array, "B T H K"],
+    writes: Float[Array, "B T H K"],
+    y: Float[Array, "B T H V"],
+    initial: Float[Array, "B H K V"],
+    scores: Float[Array, "B H N C C"],
+    gains: Float[Array, "B H N D"],
     kind: int,
-    chunk: int,
-    reverse: bool,
-) -> tuple[Float[Array, "B H N K V"], Float[Array, "B H K V"]]:
-    """The state that each chunk receives, and the one after the last; REVERSE: their gradients."""
+    scale: float,
+    *,
+    reverse: bool = False,
+    output: bool = False,
+    states: bool = False,
+) -> tuple[Float[Array, "B H N K V"], Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+    """What enters each chunk and what the tokens read, as asked for, and the last state."""
     from kernels.gated_linear_attention import triton_kernels as kernels
 
-    batch, length, heads, width = x.shape
-    chunks = gains.shape[2]
-    config = _tiles("carry", x, y)
-    tiles = -(-width // config["BI"]) * -(-y.shape[-1] // config["BJ"])
+    batch, length, heads, width = reads.shape
+    _, _, chunks, chunk, _ = scores.shape
+    value_width = y.shape[-1]
+    config = _tiles("reverse" if reverse else "walk" if output else "states", reads, y)
+    tiles = -(-value_width // config["BV"])
+    unwritten = jax.ShapeDtypeStruct((1,), y.dtype)
+    every_state = jax.ShapeDtypeStruct((batch, heads, chunks, width, value_width), y.dtype)
     return triton_util.call(
-        kernels.carry_kernel,
-        *(x, y, gains, initial, length),
+        kernels.walk_kernel,
+        *(reads, writes, y, scores, gains, initial, length),
         out=(
-            jax.ShapeDtypeStruct((batch, heads, chunks, width, y.shape[-1]), x.dtype),
+            every_state if states else unwritten,
+            jax.ShapeDtypeStruct(y.shape, y.dtype) if output else unwritten,
             jax.ShapeDtypeStruct(initial.shape, jnp.float32),
         ),
         grid=(tiles * batch * heads,),
         scale=scale,
         DECAY=kind,
         REVERSE=reverse,
-        **{"H": heads, "K": width, "V": y.shape[-1], "C": chunk},
+        OUTPUT=output,
+        STATES=states,
+        **{"H": heads, "K": width, "V": value_width, "C": chunk},
         **config,
     )
 
 
-def _mix(
-    x: Float[Array, "B T H K"],
-    y: Float[Array, "B T H V"],
-    scores: Float[Array, "B H N C C"],
+def _channel_gradients(
+    residuals: Residuals,
+    d_out: Float[Array, "B T H V"],
     states: Float[Array, "B H N K V"],
+    d_states: Float[Array, "B H N K V"],
     scale: float,
-    reverse: bool,
-) -> Float[Array, "B T H V"]:
-    """What the tokens get from their chunk's other tokens and from the state."""
+) -> tuple[Array, Array, Array]:
+    """Gradients of q, k and the log decays of channels."""
+    from kernels.gated_linear_attention import triton_kernels, triton_levels
+
+    q, k, v, _, _, _, decayed_q, decayed_k, gains = residuals
+    log_decay: Any = residuals.log_decay
+    batch, heads, chunks, width, value_width = states.shape
+    chunk = residuals.scores.shape[-1]
+    entries = batch * heads * chunks
+    sizes: dict[str, Any] = {"scale": scale, "H": heads, "K": width, "V": value_width, "C": chunk}
+    config = _tiles("gradients", q, v)
+    terms = (v, log_decay, gains, d_out, states, d_states)
+    gradients = triton_util.call(
+        triton_kernels.channel_gradients_kernel,
+        *(decayed_q, decayed_k, *terms, q.shape[1]),
+        out=tuple(jax.ShapeDtypeStruct(q.shape, x.dtype) for x in (q, k, log_decay)),
+        grid=(-(-width // config["BK"]) * entries,),
+        **sizes,
+        **config,
+    )
+    config = _tiles("strong_gradients", q, v)
+    return _in_place(
+        triton_levels.gradients_kernel,
+        *(q, k, *terms),
+        into=gradients,
+        numbers=(q.shape[1], entries),
+        grid=(-(-width // config["BK"]) * -(-entries // GROUP),),
+        LEVELS=chunk.bit_length() - 1,
+        GROUP=GROUP,
+        **sizes,
+        **config,
+    )
+
+
+def _gradients(
+    residuals: Residuals,
+    d_out: Float[Array, "B T H V"],
+    states: Float[Array, "B H N K V"],
+    d_states: Float[Array, "B H N K V"],
+    scale: float,
+) -> tuple[Array, Array, Array | None]:
+    """Gradients of q, k and the log decays of heads, or None."""
     from kernels.gated_linear_attention import triton_kernels as kernels
 
-    batch, heads, chunks, chunk, _ = scores.shape
-    config = _tiles("mix", x, y)
-    tiles = -(-y.shape[-1] // config["BV"])
-    return triton_util.call(
-        kernels.mix_kernel,
-        *(x, y, scores, states, x.shape[1]),
-        out=jax.ShapeDtypeStruct(y.shape, y.dtype),
+    q, k, v, log_decay = residuals[:4]
+    batch, heads, chunks, width, value_width = states.shape
+    config = _tiles("gradients", q, v)
+    tiles = -(-width // config["BK"])
+    like_q = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    d_decay = (1,) if log_decay is None else (*q.shape[:3], tiles)
+    d_q, d_k, d_decay = triton_util.call(
+        kernels.gradients_kernel,
+        *(q, k, v, q if log_decay is None else log_decay, d_out, states, d_states, q.shape[1]),
+        out=(like_q, like_q, jax.ShapeDtypeStruct(d_decay, jnp.float32)),
         grid=(tiles * chunks * batch * heads,),
         scale=scale,
-        REVERSE=reverse,
-        **{"H": heads, "K": x.shape[-1], "V": y.shape[-1], "C": chunk},
+        DECAY=int(log_decay is not None),
+        **{"H": heads, "K": width, "V": value_width, "C": residuals.scores.shape[-1]},
         **config,
     )
+    if log_decay is None:
+        return d_q, d_k, None
+    return d_q, d_k, d_decay.sum(-1, keepdims=True).astype(log_decay.dtype)
 
 
 def _kind(log_decay: Array | None, k: Array) -> int:
@@ -188,9 +259,10 @@ def _kind(log_decay: Array | None, k: Array) -> int:
     return 1 if log_decay.shape[-1] == 1 and k.shape[-1] != 1 else 2
 
 
-def _chunk(chunk_size: int | None) -> tuple[int, int]:
+def _chunk(chunk_size: int | None, q: Array) -> tuple[int, int]:
     """Tokens a chunk, and its logarithm. A chunk's scores live in registers: 64 tokens at most."""
-    levels = min(chunk_size or 64, 64).bit_length() - 1
+    usual = 32 if q.dtype == jnp.float32 else 64
+    levels = min(chunk_size or usual, 64).bit_length() - 1
     return 1 << levels, levels
 
 
@@ -200,26 +272,29 @@ def _tiles(kernel: str, k: Array, v: Array) -> dict[str, int]:
     key_width, value_width = (max(narrowest, 1 << (x.shape[-1] - 1).bit_length()) for x in (k, v))
 
     def candidate(first: int, second: int, num_warps: int, num_stages: int) -> dict[str, int]:
-        sizes = {
-            "carry": {"BI": min(first, key_width), "BJ": min(second, value_width)},
-            "scores": {"BK": min(first, key_width)},
-        }.get(kernel, {"BK": min(first, key_width), "BV": min(second, value_width)})
+        sizes = {"BK": min(first, key_width)}
+        if not kernel.endswith("scores"):
+            sizes["BV"] = min(second, value_width)
         return sizes | {"num_warps": num_warps, "num_stages": num_stages}
 
+    walks = kernel in ("walk", "states", "reverse")
     if k.dtype == jnp.float32:
-        candidates = [candidate(32, 32, 4, 1)]
+        warps = 8 if walks and key_width > 256 else 4
+        candidates = [candidate(64 if walks else 32, 16, warps, 1)]
+    elif walks:
+        candidates = [candidate(64, 64, 4, 2), candidate(128, 64, 8, 1)]
+        if key_width > 128:
+            candidates.insert(0, candidate(64, 128, 8, 2))
     else:
-        candidates = {
-            "carry": [candidate(128, 128, 8, 3), candidate(64, 64, 4, 3)],
-            "scores": [candidate(64, 64, 4, 2)],
-            "mix": [candidate(64, 128, 4, 2), candidate(64, 64, 4, 2)],
-            "gradients": [candidate(64, 64, 4, 2)],
-        }[kernel]
+        candidates = [candidate(64, 64, 4, 2)]
 
     def shared(config: Mapping[str, int]) -> int:
-        a, b = config.get("BI", config.get("BK", 0)), config.get("BJ", config.get("BV", 0))
-        tile = 2 * a * b + 64 * (4 * a + 2 * b)
-        return k.dtype.itemsize * config["num_stages"] * tile
+        a, b = config["BK"], config.get("BV", 0)
+        if walks:
+            tile = 64 * (2 * key_width + b + 64) * config["num_stages"] + a * b
+        else:
+            tile = (2 * a * b + 64 * (4 * a + 2 * b)) * config["num_stages"]
+        return k.dtype.itemsize * tile
 
     shape = triton_util.bucket(k.dtype, k.shape[-1], v.shape[-1])
     chosen = triton_util.choose(f"gated_linear_attention.{kernel}", shape, candidates, shared)
