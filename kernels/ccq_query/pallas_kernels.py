@@ -107,7 +107,8 @@ def backward_kernel(
     weight = decays.start / weights.count
     constant = decays.whole * constant + _total(weight * (of_q.mean * of_d.mean - product))
     linear = decays.whole * linear - _total(weight * (of_q.mean * d_read + of_d.mean * q))
-    square = decays.whole * square + dot.tn(weight * d_read, q)
+    # Where keys crowd, the gradient of the count is what little is left of it about another origin.
+    square = decays.whole * square + dot.fine.tn(weight * d_read, q)
     rows = linear, jnp.broadcast_to(constant, linear.shape), past.origin
     d_numbers = jnp.concatenate([pallas_chunk.row(d_lam), d_log_decay], axis=0)
     return (d_clean + of_d.out, d_k, d_numbers), (jnp.concatenate(rows, axis=0), square)
