@@ -162,7 +162,6 @@ def call(
     grid: tuple[int, ...],
     num_warps: int,
     num_stages: int,
-    maxnreg: int | None = None,
     **constants: Any,
 ) -> Any:
     """Launches a Triton kernel whose arguments are `operands`, then pointers to `out`.
@@ -176,8 +175,6 @@ def call(
       grid: blocks along up to three axes; the first may pass 65,535.
       num_warps: warps a block.
       num_stages: depth of the software pipeline.
-      maxnreg: registers a thread may have, so that more blocks share a multiprocessor; None for the
-        compiler's choice.
       constants: the kernel's constexpr arguments, and numbers that it takes by name.
     """
     import jax_triton
@@ -189,7 +186,6 @@ def call(
         grid=grid,
         num_warps=num_warps,
         num_stages=num_stages,
-        backend_options={"maxnreg": maxnreg},
         **constants,
     )
     if _poison:

@@ -200,9 +200,9 @@ def read_kernel(
     incoming = tl.load(counts + entry)
     since = tl.full([R], 1.0, tl.float32)
     if HAS_DECAY or RESETS:
-        start = tl.load(starts + rows, mask=live, other=0)
-        causal = causal & (at[None, :] >= start[:, None])
-        since = (start < 0).to(tl.float32)
+        first_key = tl.load(starts + rows, mask=live, other=0)
+        causal = causal & (at[None, :] >= first_key[:, None])
+        since = (first_key < 0).to(tl.float32)
     if HAS_DECAY:
         coarse_t = tl.load(coarse + of_head + rows, mask=live, other=0.0)
         fine_t = tl.load(fine + of_head + rows, mask=live, other=0.0)
@@ -213,7 +213,7 @@ def read_kernel(
         weight = tl.exp(tl.where(causal, gap, float("-inf")))
         new = tl.where(live, tl.sum(weight, 1), 1.0)
     elif RESETS:
-        new = (rows + 1 - tl.maximum(start, 0)).to(tl.float32)
+        new = (rows + 1 - tl.maximum(first_key, 0)).to(tl.float32)
     else:
         new = (rows + 1).to(tl.float32)
     old = since * incoming
