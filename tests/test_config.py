@@ -51,15 +51,22 @@ def test_tiny_is_the_default_and_says_how_to_run_it(name):
     )
 
 
-def test_variants_of_recall_differ_from_their_backbone_in_ccq_alone():
-    for variant in ("gdn", "ccq_gdn", "ccq_gdn4", "gla", "ccq_gla", "ccq_gla_norm"):
-        config = get_config("recall", variant)
+@pytest.mark.parametrize(
+    ("backbone", "variants"),
+    [
+        ("gla", ("ccq_gla", "ccq_gla_norm")),
+        ("gdn", ("ccq_gdn", "ccq_gdn4")),
+        ("on", ("on_ccq", "on_ccq4")),
+    ],
+)
+def test_variants_of_recall_differ_from_their_backbone_in_ccq_alone(backbone, variants):
+    for variant in variants:
+        config, plain = get_config("recall", variant), get_config("recall", backbone).unlock()
         validate(config)
-        assert config.model.ccq.enabled == variant.startswith("ccq_")
-        backbone = get_config("recall", "gdn" if "gdn" in variant else "gla").unlock()
-        backbone.model.ccq = config.model.ccq
-        assert config == backbone.lock()
-    assert get_config("recall", "ccq_gdn4").model.ccq.lambda_max == 4
+        assert config.model.ccq.enabled and not plain.model.ccq.enabled
+        plain.model.ccq = config.model.ccq
+        assert config == plain.lock()
+    assert get_config("recall", "on_ccq4").model.ccq.lambda_max == 4
     assert get_config("recall", "ccq_gla_norm").model.ccq.key_norm
     with pytest.raises(ValueError, match="'gdn4'"):
         get_config("recall", "gdn4")
