@@ -257,7 +257,7 @@ def draw_seeds(data: Compared) -> Figure:
             axes.plot(values.mean(), at, "|", color=colour, markersize=14, markeredgewidth=2)
         axes.set_title(path, fontsize=8)
         axes.set_yticks(range(len(runs)), [Path(run.name).name for run in runs])
-    axes.invert_yaxis()  # of all panels: they share it
+    axes.set_ylim(len(runs) - 0.4, -0.6)  # of all panels, which share it: the first model on top
     for axes in grid:
         axes.set_axis_off()
     return figure
