@@ -137,7 +137,12 @@ def test_every_kernel_lowers_for_cuda(operator, name, dtype, decay):
 @lowers
 @pytest.mark.parametrize(
     "name, dtype, calls",
-    [("k64", "bfloat16", 5), ("k512", "bfloat16", 5), ("tail", "float32", 7), ("k64", "float32", 7)],
+    [
+        ("k64", "bfloat16", 5),
+        ("k512", "bfloat16", 5),
+        ("tail", "float32", 7),
+        ("k64", "float32", 7),
+    ],
 )
 def test_segments_alone_lower_for_cuda(name, dtype, calls):
     inputs = arguments("ccq_query", name, dtype)
