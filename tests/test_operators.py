@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from operators import PAIRS, assert_close, gradient_at, run, tokens
 
 import kernels
-from kernels import check, reference, shapes
+from kernels import check, chunk, reference, shapes
 from kernels.shapes import SHAPES, Shape
 
 CASES = [
@@ -81,6 +81,17 @@ def test_value_heads_in_groups(implementation, dtype):
 def test_any_few_tokens(operator, implementation, length):
     inputs = shapes.make_inputs(operator, Shape(2, length, 2, 8, 4))
     assert_accurate(operator, implementation, inputs, "float32")
+
+
+@pytest.mark.parametrize("operator", shapes.OPERATORS)
+@pytest.mark.parametrize("decay", ["none", "mixed"])
+def test_groups_of_chunks_need_not_divide_the_length(operator, decay, monkeypatch):
+    shape = Shape(2, 43, 1, 8, 8)  # three chunks: with two a group, the fourth is all padding
+    two_chunks = 2 * shape.batch * shape.heads * shape.key_width * 16
+    monkeypatch.setattr(chunk, "GROUP_ELEMENTS", {})
+    monkeypatch.setattr(chunk, "GROUP_ELEMENTS_ELSEWHERE", two_chunks)
+    inputs = shapes.make_inputs(operator, shape, decay=decay)
+    assert_accurate(operator, "xla", inputs, "float32", chunk_size=16)
 
 
 @every

@@ -56,7 +56,7 @@ def after_chunks(
 ) -> tuple[Moments, Moments]:
     """Moments after the last chunk, and those before each, given those before the first."""
     count = decays.end.sum(-2, keepdims=True)
-    share = decays.end / count
+    share = decays.end / jnp.where(count > 0, count, 1)  # a chunk of padding has no keys
     mean = chunk.exact.tn(share, k)
     keys = k - mean if centered else k
     inside = Moments(count, mean, dot.tn(share * keys, keys))
