@@ -16,10 +16,11 @@ settings.load_profile("repeatable")
 _DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
 
-# XLA's threads, by default as many as devices. Devices may enter two independent collectives in
-# different order and block a thread in each, so that many are too few: with the 8 x 1 mesh on two
-# cores, training steps of JAX 0.10 then hang within seconds.
-os.environ.setdefault("NPROC", "32")
+# XLA's threads, by default as many as devices. Devices may enter independent collectives in different
+# order and block a thread in each, so that few are too few: with the 8 x 1 mesh on two cores, training
+# steps of JAX 0.10 then hang within seconds, and with 32 threads one of JAX 0.11 was aborted once in
+# many runs of all tests.
+os.environ.setdefault("NPROC", "128")
 
 # Tests share what they compile, with each other and with the programs that they start.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
