@@ -70,14 +70,12 @@ def programs(
 
 
 class Program:
-    """A compiled program with its arguments, run twice to warm up."""
+    """A compiled program with its arguments, run a few times to warm up."""
 
     def __init__(self, compiled: Any, arguments: tuple[Any, ...]):
         self.compiled, self.arguments = compiled, arguments
-        started = time.perf_counter()
-        for _ in range(2):
-            jax.block_until_ready(self())
-            seconds, started = time.perf_counter() - started, time.perf_counter()
+        self.calls = 1
+        seconds = min(self.sample() for _ in range(4)) / 1e3
         # Short calls are queued one after the other, so that their launches overlap the work.
         self.calls = max(1, math.ceil(SAMPLE_SECONDS / seconds))
 

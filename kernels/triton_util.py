@@ -162,6 +162,7 @@ def call(
     grid: tuple[int, ...],
     num_warps: int,
     num_stages: int,
+    maxnreg: int | None = None,
     **constants: Any,
 ) -> Any:
     """Launches a Triton kernel whose arguments are `operands`, then pointers to `out`.
@@ -175,6 +176,7 @@ def call(
       grid: blocks along up to three axes; the first may pass 65,535.
       num_warps: warps a block.
       num_stages: depth of the software pipeline.
+      maxnreg: registers a thread, if fewer than the compiler would take, so that more blocks fit.
       constants: the kernel's constexpr arguments, and numbers that it takes by name.
     """
     import jax_triton
@@ -186,6 +188,7 @@ def call(
         grid=grid,
         num_warps=num_warps,
         num_stages=num_stages,
+        backend_options={} if maxnreg is None else {"maxnreg": maxnreg},
         **constants,
     )
     if _poison:

@@ -4,10 +4,10 @@
     python -m kernels.tune --op=gated_delta_rule --shapes=d128 --dtype=bfloat16
 
 Each kernel of an operator is varied in turn around what the table or the heuristic has now: one block
-size by a factor of two, or the warps, or the pipeline stages, on from the fastest until no step gains
-2 %. What is timed is the whole forward and backward. Takes minutes an operator and shape, mostly
-compilation. A configuration whose results differ from the first's is refused: a kernel that is wrong
-can be fast.
+size by a factor of two, or the warps, the pipeline stages or the limit of registers, where there is one,
+on from the fastest until no step gains 2 %. What is timed is the whole forward and backward. Takes
+minutes an operator and shape, mostly compilation. A configuration whose results differ from the first's
+is refused: a kernel that is wrong can be fast.
 """
 
 import argparse
@@ -33,10 +33,12 @@ GAIN = 0.98
 
 def neighbours(config: Config) -> Iterator[Config]:
     """Configurations that differ from one in one number."""
+    steps = {"num_stages": 1, "maxnreg": 40}
+    limits = {"num_stages": (1, 4), "num_warps": (2, 8), "maxnreg": (128, 255)}
     for name, value in config.items():
-        step = name == "num_stages"
-        for near in (value - 1, value + 1) if step else (value // 2, value * 2):
-            least, most = {"num_stages": (1, 4), "num_warps": (2, 8)}.get(name, (16, 512))
+        step = steps.get(name)
+        for near in (value - step, value + step) if step else (value // 2, value * 2):
+            least, most = limits.get(name, (16, 512))
             if least <= near <= most:
                 yield {**config, name: near}
 

@@ -112,6 +112,11 @@ def test_tuning_changes_one_number_at_a_time():
     assert {tuple(config.values()) for config in near} == expected
 
 
+def test_tuning_keeps_a_limit_of_registers_within_what_a_gpu_has():
+    near = [config["maxnreg"] for config in tune.neighbours({"maxnreg": 128})]
+    assert near == [168]
+
+
 def test_tuning_climbs_to_the_fastest_and_times_nothing_twice():
     timed = []
 

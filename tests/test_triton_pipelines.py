@@ -63,7 +63,8 @@ def ttgir(kernel, arrays, constants):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    names = ("num_warps", "num_stages", "maxnreg")
+    options = {name: constants.pop(name) for name in names if name in constants}
     signature, fixed, aligned = {}, {}, {}
     rest = iter(arrays)
     for i, parameter in enumerate(kernel.params):

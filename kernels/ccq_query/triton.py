@@ -42,9 +42,11 @@ class Residuals(NamedTuple):
     initial_state: CCQState
     counts: Float[Array, "B H N"]
     means: Float[Array, "B H N K"]
+    mean_parts: Float[Array, "B H N 3 K"]
     states: Float[Array, "B H N K K"]
     n: Float[Array, "B T H"]
-    p: Float[Array, "B T H"]
+    p: Float[Array, "B T H"]  # with decays
+    r: Float[Array, "B T H"]
     mean_q: Float[Array, "B T H"]
     decays: tuple[Array, ...]  # coarse, fine, starts, to_end, factors
     part_counts: Float[Array, "B H parts 2"]
@@ -88,21 +90,23 @@ def forward(
     )
     of_parts = (lam,) * 3
     if parts > 1:
-        *of_parts, _, _ = walk(
+        counts, means, _, states, *_ = walk(
             *(*of_parts, length),
             out=(
                 f32((batch, heads, parts, 2)),
-                f32((batch, heads, parts, width)),
+                *(f32((batch, heads, parts, width)), like(q, (1,))),
                 f32((batch, heads, parts, width, width)),
                 *(f32((1,)), f32((1,))),
             ),
             FIRST_WALK=True,
         )
-    counts, means, states, *final = walk(
+        of_parts = counts, means, states
+    counts, means, mean_parts, states, *final = walk(
         *(*of_parts, length),
         out=(
             f32((batch, heads, chunks + 1)),
             f32((batch, heads, chunks + 1, width)),
+            like(q, (batch, heads, chunks + 1, triton_kernels.MEAN_PARTS.value, width)),
             like(q, (batch, heads, chunks + 1, width, width)),
             f32((batch, heads, width)),
             f32((batch, heads, width, width)),
@@ -111,10 +115,11 @@ def forward(
     )
     config = triton_tiles.of("read", q, chunk, mode)
     scalar, unused = f32((batch, length, heads)), f32((1,))
-    out, p, mean_q, n, *_ = triton_util.call(
+    p = scalar if mode == "decay" else unused
+    out, p, r, mean_q, n, *_ = triton_util.call(
         triton_kernels.read_kernel,
-        *(q, k, lam, coarse, fine, starts, q, counts, counts, means, states, length),
-        out=(like(q), scalar, scalar, scalar, unused, unused, like(q, (1,)), unused, unused),
+        *(q, k, lam, coarse, fine, starts, q, counts, counts, means, mean_parts, states, length),
+        out=(*(like(q), p, scalar, scalar, scalar, unused), unused, like(q, (1,)), unused, unused),
         grid=(chunk // config["R"] * chunks * batch * heads,),
         BACKWARD=False,
         **static,
@@ -122,7 +127,7 @@ def forward(
     )
     state = CCQState(counts[..., -1], *final)
     inputs = (q, k, lam, log_decay, initial_state)
-    statistics = (counts, means, states, n, p, mean_q)
+    statistics = (counts, means, mean_parts, states, n, p, r, mean_q)
     return out, state, Residuals(*inputs, *statistics, weighed[2:], of_parts[0])
 
 
@@ -139,7 +144,8 @@ def backward(
     """Gradients of q, k, lam, log_decay and initial_state."""
     from kernels.ccq_query import triton_adjoint, triton_gradients, triton_kernels
 
-    q, k, lam, log_decay, _, counts, means, states, n, p, mean_q, decays, part_counts = residuals
+    q, k, lam, log_decay, _, counts, means, mean_parts, states, *rest = residuals
+    n, p, r, mean_q, decays, part_counts = rest
     batch, length, heads, width = q.shape
     mode = _mode(q, log_decay, only_segments)
     chunk, chunks = _chunks(q, chunk_size)
@@ -149,15 +155,16 @@ def backward(
     scalar, unused = f32((batch, length, heads)), f32((1,))
     d_out = d_out.astype(q.dtype)
 
-    config = triton_tiles.of("read", q, chunk, mode)
+    config = triton_tiles.of("read_backward", q, chunk, mode)
     blocks = chunk // config["R"]
     terms = batch, heads, chunks, blocks
-    d_q, p_g, mean_g, _, d_lam, past, shares, h_terms, kappa_terms = triton_util.call(
+    of_decays = scalar if mode == "decay" else unused
+    d_q, p_g, _, mean_g, _, d_lam, past, shares, h_terms, kappa_terms = triton_util.call(
         triton_kernels.read_kernel,
-        *(d_out, k, lam, coarse, fine, starts, q, p, counts, means, states, length),
+        *(d_out, k, lam, coarse, fine, starts, q, r, counts, means, mean_parts, states, length),
         out=(
-            *(like(q), scalar, scalar, unused, scalar, scalar),
-            *(like(q), f32((*terms, width)), f32(terms)),
+            *(like(q), of_decays, unused, scalar, unused, scalar, of_decays),
+            *(like(q), f32((*terms, width)), f32(terms) if mode == "decay" else unused),
         ),
         grid=(blocks * chunks * batch * heads,),
         BACKWARD=True,
@@ -165,14 +172,14 @@ def backward(
         **config,
     )
     config = triton_tiles.of("adjoint", q, chunk, mode)
-    columns = -(-width // config["BJ"])
+    rows, tiles = -(-width // config["BT"]), _triangle(width, config["BT"])
     parts = _parts(q)
     walk = functools.partial(
         triton_util.call,
         triton_adjoint.adjoint_kernel,
         *(shares, d_out, factors, starts, h_terms, kappa_terms, means, states),
         *d_state,
-        grid=(-(-width // config["BI"]) * columns * parts * batch * heads,),
+        grid=(tiles * parts * batch * heads,),
         BLOCKS=blocks,
         PARTS=parts,
         **static,
@@ -180,30 +187,28 @@ def backward(
     )
     of_parts = (part_counts,) * 3
     if parts > 1:
-        row = f32((batch, heads, parts, columns, width))
-        square = f32((batch, heads, parts, width, width))
-        kappas, hs, _, fs, _ = walk(
+        each = batch, heads, parts
+        *of_parts, _ = walk(
             *(part_counts, *of_parts, length),
-            out=(row, row, unused, square, unused),
+            out=(f32((*each, rows)), f32((*each, width)), f32((*each, width, width)), unused),
             FIRST_WALK=True,
         )
-        of_parts = kappas, hs, fs
-    row = f32((batch, heads, chunks, columns, width))
-    square = like(q, (batch, heads, chunks, width, width))
-    at_keys = row if mode == "decay" else unused
-    kappas, hs, slopes, fs, crossings = walk(
+    each = batch, heads, chunks
+    kappas, hs, fs, crossings = walk(
         *(part_counts, *of_parts, length),
-        out=(at_keys, at_keys, row, square, at_keys),
+        out=(
+            *(f32((*each, rows)) if mode == "decay" else unused, f32((*each, width))),
+            *(like(q, (*each, width, width)), f32((*each, tiles)) if mode == "decay" else unused),
+        ),
         FIRST_WALK=False,
     )
     config = triton_tiles.of("keys", q, chunk, mode)
     d_k, polynomials = triton_util.call(
         triton_gradients.keys_kernel,
         *(q, k, d_out, lam, coarse, fine, starts, to_end, n, mean_q, mean_g, means),
-        *(hs, slopes, fs, length),
-        out=(like(q), scalar if mode == "decay" else unused),
+        *(hs, fs, length),
+        out=(like(q), of_decays),
         grid=(chunk // config["R"] * chunks * batch * heads,),
-        COLUMNS=columns,
         **static,
         **config,
     )
@@ -218,7 +223,7 @@ def backward(
             *(past, d_lam, counts, polynomials, kappas, crossings, length),
             out=scalar,
             grid=(chunks * batch * heads,),
-            **{"H": heads, "K": width, "C": chunk, "COLUMNS": columns},
+            **{"H": heads, "K": width, "C": chunk, "ROWS": rows, "TILES": tiles},
             **triton_tiles.of("log_decay", q, chunk, mode),
         ).astype(log_decay.dtype)
     d_initial = _initial_gradient(residuals, d_out, d_state, mean_g, centered)

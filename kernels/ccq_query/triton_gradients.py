@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from kernels.ccq_query.triton_kernels import last_start, load_origin, load_sum
-from kernels.triton_blocks import dot, load_tile, store_tile
+from kernels.ccq_query.triton_kernels import last_start, load_origin
+from kernels.triton_blocks import dot, load_tile, load_vector, store_tile
 
 
 @triton.jit
@@ -28,16 +28,14 @@ def halves(x):
 @triton.jit
 def keys_kernel(
     q, k, g, lam, coarse, fine, starts, to_end, count, mean_q, mean_g, means,
-    hs, slopes, fs, length,
+    hs, fs, length,
     d_k, polynomials,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
-    BT: tl.constexpr, COLUMNS: tl.constexpr,
-    HAS_DECAY: tl.constexpr, RESETS: tl.constexpr, CENTERED: tl.constexpr,
+    BT: tl.constexpr, HAS_DECAY: tl.constexpr, RESETS: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of R keys of a chunk: phi's as the chunk's end sees it, and its own tokens'.
 
     With decays also phi of each key, less kappa. BK: rows of F a step. BT: tokens a step.
-    COLUMNS: into how many parts the sequence's walk split h and slopes.
     """
     WIDTH: tl.constexpr = max(triton.next_power_of_2(K), BK)
     PIECES: tl.constexpr = WIDTH // 64 if WIDTH > 64 else 1
@@ -66,9 +64,8 @@ def keys_kernel(
     fine += of_head
     starts += of_head if HAS_DECAY else token
     entry = sequence * chunks + chunk
-    means += (entry + sequence) * K
-    hs += entry * COLUMNS * K
-    slopes += entry * COLUMNS * K
+    center = means + (sequence * (chunks + 1) + chunks) * K
+    hs += entry * K
     fs += entry * K * K
     dtype: tl.constexpr = q.dtype.element_ty
     column = tl.arange(0, BK)
@@ -77,18 +74,21 @@ def keys_kernel(
     d_keys = tl.zeros([R, WIDTH], tl.float32)
     for start in range(0, K, BK):
         k_tile = load_tile(k, rows, left, stride, start + column, K, even_k)
+        if CENTERED:
+            away = k_tile.to(tl.float32) - load_vector(center, start + column, K)[None, :]
+            k_tile = away.to(dtype)
         f = load_tile(fs, start + column, K, K, every, K, even)
         d_keys = tl.dot(k_tile, f, d_keys, input_precision="ieee")
-    d_keys += load_sum(slopes, every, K, COLUMNS)[None, :]
+    d_keys += load_vector(hs, every, K)[None, :]
     if HAS_DECAY:
         polynomial = tl.zeros([R], tl.float32)
         pieces = pieces_of(d_keys, PIECES)
         for piece in tl.static_range((K + BN - 1) // BN):
             columns = piece * BN + tl.arange(0, BN)
-            h = load_sum(hs, columns, K, COLUMNS)
-            delta = load_tile(k, rows, left, stride, columns, K, even_n).to(tl.float32)
-            delta -= load_origin(means, columns, K, CENTERED)[None, :]
-            polynomial += tl.sum(0.5 * delta * (pieces[piece] + h[None, :]), 1)
+            h = load_vector(hs, columns, K)
+            away = load_tile(k, rows, left, stride, columns, K, even_n).to(tl.float32)
+            away -= load_origin(center, columns, K, CENTERED)[None, :]
+            polynomial += tl.sum(0.5 * away * (pieces[piece] + h[None, :]), 1)
         tl.store(polynomials + scalar + rows * H, polynomial, mask=rows < left)
         coarse_j = tl.load(coarse + rows, mask=rows < left, other=0.0)
         fine_j = tl.load(fine + rows, mask=rows < left, other=0.0)
@@ -134,11 +134,12 @@ def log_decay_kernel(
     counts, polynomials, kappas, crossings, length,
     d_log_decay,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a chunk's log decays: token l's decay scales what t >= l sees of j < l.
 
-    BT: tokens t a step. BK: columns a step. COLUMNS: into how many parts the walk split kappa.
+    BT: tokens t a step. BK: columns a step. ROWS, TILES: into how many parts the walk split kappa
+    and the sum of phi.
     """
     even: tl.constexpr = K % BK == 0
     chunks = (length + C - 1) // C
@@ -158,8 +159,8 @@ def log_decay_kernel(
     fine += of_head
     starts += of_head
     entry = sequence * chunks + chunk
-    kappas += entry * COLUMNS * K
-    crossings += entry * COLUMNS * K
+    kappas += entry * ROWS
+    crossings += entry * TILES
 
     coarse_j = tl.load(coarse + rows, mask=rows < left, other=0.0)
     fine_j = tl.load(fine + rows, mask=rows < left, other=0.0)
@@ -201,9 +202,9 @@ def log_decay_kernel(
         after = (rows[:, None] <= at[None, :]) & (rows[:, None] >= first[None, :])
         d_decay += tl.sum(tl.where(after, seen[None, :], 0.0), 1)
         given += tl.sum(z, 1)
-    columns = tl.arange(0, triton.next_power_of_2(K))
-    kappa = tl.sum(load_sum(kappas, columns, K, COLUMNS), 0)
-    crossing = tl.sum(load_sum(crossings, columns, K, COLUMNS), 0) * incoming
+    kappa = tl.sum(load_vector(kappas, tl.arange(0, triton.next_power_of_2(ROWS)), ROWS), 0)
+    parts = load_vector(crossings, tl.arange(0, triton.next_power_of_2(TILES)), TILES)
+    crossing = tl.sum(parts, 0) * incoming
     live = rows < left
     phi = kappa + tl.load(polynomials + scalar + rows * H, mask=live, other=0.0)
     later = phi * tl.load(to_end + of_head + rows, mask=live, other=0.0)

@@ -15,10 +15,11 @@ themselves are linear in the origin, which is taken off after them, in float32.
 Backward, g = d q_clean: dq = g - lam Sigma g and dlam = -q . Sigma g come from the same read. With
 a_tj = -lam_t w_tj, what later tokens ask of a key is a quadratic polynomial in it,
 
-    phi(k) = kappa + h . (k - origin) + (k - origin)^T F (k - origin) / 2,
-    F = sum_t a_t (g_t q_t^T + q_t g_t^T),  h = -sum_t a_t (p_t g_t + p'_t q_t),
+    phi(k) = kappa + h . (k - center) + (k - center)^T F (k - center) / 2,
+    F = sum_t a_t (g_t q_t^T + q_t g_t^T),  h = -sum_t a_t (r_t g_t + r'_t q_t),
 
-where p' is p of g. The key's gradient is the polynomial's, plus the terms of its own chunk.
+about the sequence's last mean (`center`), from which r = q . (mean_t - center) and r', that of g,
+are measured. The key's gradient is the polynomial's, plus the terms of its own chunk.
 Dimensions of states: [B, H, N + 1, K, K], entry c at the start of chunk c.
 
 A tile that a pipelined loop loads goes to products or to arithmetic, never to both: the buffer of
@@ -37,6 +38,9 @@ from kernels.triton_blocks import (
     store_tile,
     weights_to_end,
 )
+
+# A mean is the sum of so many vectors of the keys' type, which is what float32 takes.
+MEAN_PARTS = tl.constexpr(3)
 
 
 @triton.jit
@@ -57,17 +61,17 @@ def load_sum(pointer, columns, width: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def times_vector(x, vector):
-    """x @ vector to float32's precision on the tensor cores: the vector is a sum of x's dtype."""
-    row = tl.arange(0, 16)[:, None]
-    dtype: tl.constexpr = x.dtype
-    rest = vector
-    parts = tl.zeros([16, vector.shape[0]], tl.float32)
-    for part in tl.static_range(3):
-        rounded = rest.to(dtype).to(tl.float32)
-        parts += tl.where(row == part, rounded[None, :], 0.0)
-        rest -= rounded
-    return tl.sum(dot(x, tl.trans(parts.to(dtype))), 1)
+def times_means(x, parts, center_parts, columns, width: tl.constexpr, even: tl.constexpr):
+    """x @ mean and x @ center to float32's precision on the tensor cores; see MEAN_PARTS."""
+    row = tl.arange(0, 16)
+    start = tl.where(row < MEAN_PARTS, parts, center_parts - MEAN_PARTS * width)
+    at = (start + row * width)[:, None] + columns[None, :]
+    mask = (row < 2 * MEAN_PARTS)[:, None]
+    if not even:
+        mask = mask & (columns < width)[None, :]
+    products = dot(x, tl.trans(tl.load(at, mask=mask, other=0.0)))
+    of_mean = (row < MEAN_PARTS)[None, :]
+    return tl.sum(tl.where(of_mean, products, 0.0), 1), tl.sum(tl.where(of_mean, 0.0, products), 1)
 
 
 @triton.jit
@@ -141,15 +145,15 @@ def weigh_kernel(
 
 @triton.jit
 def read_kernel(
-    q, k, lam, coarse, fine, starts, other, other_p, counts, means, states, length,
-    out, p, mean_q, count, d_lam, past, shares, h_terms, kappa_terms,
+    q, k, lam, coarse, fine, starts, other, other_r, counts, means, mean_parts, states, length,
+    out, p, r, mean_q, count, d_lam, past, shares, h_terms, kappa_terms,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
     BN: tl.constexpr, HAS_DECAY: tl.constexpr, RESETS: tl.constexpr, CENTERED: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """R tokens of a chunk: q - lam Sigma q, with p, q . mean and n.
+    """R tokens of a chunk: q - lam Sigma q, with r, q . mean and n, and with decays p.
 
-    BACKWARD: of g, with d_lam = -other . Sigma g, where `other` is q and `other_p` its p, instead
+    BACKWARD: of g, with d_lam = -other . Sigma g, where `other` is q and `other_r` its r, instead
     of n. Also, with a_t as of the chunk's start: a_t q_t, these tokens' terms of h and kappa and,
     with decays, the part of other . Sigma g that is the incoming state's.
     """
@@ -176,18 +180,21 @@ def read_kernel(
     of_head = sequence * length + chunk * C
     starts += of_head if HAS_DECAY else token
     entry = sequence * (chunks + 1) + chunk
+    center_parts = mean_parts + (sequence * (chunks + 1) + chunks) * MEAN_PARTS * K
+    mean_parts += entry * MEAN_PARTS * K
     means += entry * K
     states += entry * K * K
     dtype: tl.constexpr = q.dtype.element_ty
     column = tl.arange(0, BK)
 
     shift = tl.zeros([R], tl.float32)
+    center_q = tl.zeros([R], tl.float32)
     if WHOLE:
         q_whole = load_tile(q, rows, left, stride, column, K, even_k)
         k_whole = load_tile(k, at, left, stride, column, K, even_k)
         scores = dot(q_whole, tl.trans(k_whole))
         if CENTERED:
-            shift = times_vector(q_whole, load_vector(means, column, K))
+            shift, center_q = times_means(q_whole, mean_parts, center_parts, column, K, even_k)
     else:
         scores = tl.zeros([R, C], tl.float32)
         for start in range(0, K, BK):
@@ -195,7 +202,9 @@ def read_kernel(
             k_tile = load_tile(k, at, left, stride, start + column, K, even_k)
             scores += dot(q_tile, tl.trans(k_tile))
             if CENTERED:
-                shift += times_vector(q_tile, load_vector(means, start + column, K))
+                more = times_means(q_tile, mean_parts, center_parts, start + column, K, even_k)
+                shift += more[0]
+                center_q += more[1]
     causal = (rows[:, None] >= at[None, :]) & live[:, None]
     incoming = tl.load(counts + entry)
     since = tl.full([R], 1.0, tl.float32)
@@ -231,9 +240,11 @@ def read_kernel(
     weights = (weight * scores if HAS_DECAY else tl.where(causal, scores, 0.0)).to(dtype)
     total = tl.sum(weights.to(tl.float32), 1)
     strength = tl.load(lam + scalar, mask=live, other=0.0).to(tl.float32)
+    mean_of = average + shift
+    distance = mean_of - center_q
     if BACKWARD:
         share = -strength * since / n
-        p_other = tl.load(other_p + scalar, mask=live, other=0.0)
+        r_other = tl.load(other_r + scalar, mask=live, other=0.0)
 
     projected = tl.zeros([R], tl.float32)
     projected_past = tl.zeros([R], tl.float32)
@@ -266,19 +277,21 @@ def read_kernel(
             x = x * share[:, None]
             store_tile(shares + tokens, x, rows, left, stride, n_column, K, even_n)
             if CENTERED:
-                terms = x * average[:, None] + q_tile * (share * p_other)[:, None]
+                terms = x * distance[:, None] + q_tile * (share * r_other)[:, None]
                 h_term = -tl.sum(terms, 0)
             else:
                 h_term = tl.zeros([BN], tl.float32)
             term = ((sequence * chunks + chunk) * blocks + block) * K + n_column
             tl.store(h_terms + term, h_term, mask=n_column < K)
-    tl.store(p + scalar, average, mask=live)
-    tl.store(mean_q + scalar, average + shift, mask=live)
+    tl.store(mean_q + scalar, mean_of, mask=live)
+    if HAS_DECAY:
+        tl.store(p + scalar, average, mask=live)
     if BACKWARD:
         tl.store(d_lam + scalar, -projected, mask=live)
-        kappa = tl.sum(share * (average * p_other - projected), 0)
-        tl.store(kappa_terms + (sequence * chunks + chunk) * blocks + block, kappa)
         if HAS_DECAY:
             tl.store(past + scalar, projected_past, mask=live)
+            kappa = tl.sum(share * (distance * r_other - projected), 0)
+            tl.store(kappa_terms + (sequence * chunks + chunk) * blocks + block, kappa)
     else:
+        tl.store(r + scalar, distance, mask=live)
         tl.store(count + scalar, n, mask=live)

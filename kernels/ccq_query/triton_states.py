@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kernels.ccq_query.triton_kernels import last_start
+from kernels.ccq_query.triton_kernels import MEAN_PARTS, last_start
 from kernels.triton_blocks import dot, load_rows, load_tile, load_vector, store_tile
 
 
@@ -32,10 +32,20 @@ def store_symmetric(pointer, x, i, j, off_diagonal, width: tl.constexpr, even: t
 
 
 @triton.jit
+def store_mean(means, mean_parts, mean, columns, width: tl.constexpr):
+    tl.store(means + columns, mean, mask=columns < width)
+    rest = mean
+    for part in tl.static_range(MEAN_PARTS):
+        rounded = rest.to(mean_parts.dtype.element_ty)
+        tl.store(mean_parts + part * width + columns, rounded, mask=columns < width)
+        rest -= rounded.to(tl.float32)
+
+
+@triton.jit
 def states_kernel(
     k, weighted, chunk_means, factors, starts, count, key_sum, key_outer,
     part_counts, part_means, part_states, length,
-    counts, means, states, final_sum, final_outer,
+    counts, means, mean_parts, states, final_sum, final_outer,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BT: tl.constexpr,
     PARTS: tl.constexpr, FIRST_WALK: tl.constexpr, INITIAL: tl.constexpr,
     RAW: tl.constexpr, RESETS: tl.constexpr, CENTERED: tl.constexpr,
@@ -75,6 +85,7 @@ def states_kernel(
     entry = sequence * PARTS + part if FIRST_WALK else sequence * (chunks + 1) + first
     counts += entry * (2 if FIRST_WALK else 1)
     means += entry * K
+    mean_parts += entry * MEAN_PARTS * K
     states += entry * K * K
     dtype: tl.constexpr = k.dtype.element_ty
 
@@ -114,11 +125,12 @@ def states_kernel(
         if not FIRST_WALK:
             store_symmetric(states, state.to(dtype), i, j, off_diagonal, K, even)
             if not off_diagonal:
-                tl.store(means + i, mean_i, mask=i < K)
+                store_mean(means, mean_parts, mean_i, i, K)
                 if tile_i == 0:
                     tl.store(counts, n)
             states += K * K
             means += K
+            mean_parts += MEAN_PARTS * K
             counts += 1
         live = at < left
         if RAW:
@@ -180,7 +192,7 @@ def states_kernel(
             state += mean_i[:, None] * mean_j[None, :]
         store_symmetric(final_outer + sequence * K * K, n * state, i, j, off_diagonal, K, even)
         if not off_diagonal:
-            tl.store(means + i, mean_i, mask=i < K)
+            store_mean(means, mean_parts, mean_i, i, K)
             tl.store(final_sum + sequence * K + i, n * mean_i, mask=i < K)
             if tile_i == 0:
                 tl.store(counts, n)

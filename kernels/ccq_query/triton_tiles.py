@@ -26,19 +26,21 @@ def of(kernel: str, q: Array, chunk: int, mode: str) -> dict[str, int]:
         candidates = [config(4, stages, BT=32 if full else 64) for stages in (2, 1)]
         if widest == 128 and not full:
             candidates.insert(0, config(8, 2, BT=128))
-    elif kernel == "read":
+    elif kernel in ("read", "read_backward"):
         # As much as stays in shared memory.
         whole = widest if widest <= 256 else step
         candidates = [config(4, 2, BK=whole, BN=64, R=64), config(4, 2, BK=64, BN=64, R=64)]
         if full:
             candidates = [config(4, 1, BK=32, BN=32, R=64)]
     elif kernel == "adjoint":
-        candidates = [config(4, 4, BI=128, BJ=64, S=32), config(4, 3, BI=64, BJ=64, S=32)]
+        candidates = [config(4, 3, BT=64, S=steps) for steps in (64, 32)]
+        if widest == 128:
+            candidates.insert(0, config(8, 3, BT=128, S=64))
         if full:
-            candidates = [config(4, 1, BI=32, BJ=32, S=32)]
+            candidates = [config(4, 1, BT=32, S=32)]
     elif kernel == "keys":
-        sizes = [(64, 64, 2), (64, 64, 1), (32, 32, 1)] if not full else [(16, 16, 1)]
-        warps = 8 if widest > 128 else 4
+        sizes = [(64, 32, 2), (64, 32, 1), (32, 32, 1)] if not full else [(16, 16, 1)]
+        warps = 8 if widest > 256 else 4
         candidates = [config(warps, stages, R=r, BT=t, BK=step) for r, t, stages in sizes]
     else:
         candidates = [config(8, stages, BT=step, BK=step) for stages in (3, 1)]
@@ -48,8 +50,8 @@ def of(kernel: str, q: Array, chunk: int, mode: str) -> dict[str, int]:
         if kernel == "states":
             elements = stages * chunk * 2 * config["BT"]
         elif kernel == "adjoint":
-            elements = stages * 2 * config["S"] * (config["BI"] + config["BJ"])
-        elif kernel == "read":
+            elements = stages * 4 * config["S"] * config["BT"]
+        elif kernel in ("read", "read_backward"):
             a, b, rows = config["BK"], config["BN"], config["R"]
             kept = a if a >= width else 0
             tiles = stages * (rows + 2 * chunk) * min(a, 64)
@@ -65,7 +67,7 @@ def of(kernel: str, q: Array, chunk: int, mode: str) -> dict[str, int]:
     shape = triton_util.bucket(q.dtype, width) + (" decay" if mode == "decay" else "")
     chosen = triton_util.choose(f"ccq_query.{kernel}", shape, candidates, shared)
     # Rows of tiles neither narrower than is safe nor wider than the head, steps that divide a chunk.
-    tokens = [name for name in ("S", "R", "BT") if name in chosen and kernel != "states"]
+    tokens = ["S", "R"] + ["BT"] * (kernel not in ("states", "adjoint"))
     for name in chosen:
         if name in tokens:
             chosen[name] = min(chosen[name], chunk)
