@@ -160,6 +160,8 @@ def read_kernel(
     even_k: tl.constexpr = K % BK == 0
     even_n: tl.constexpr = K % BN == 0
     WHOLE: tl.constexpr = BK >= K  # q stays in shared memory
+    # Tiles for arithmetic come while products run, where there are registers for them.
+    EARLY: tl.constexpr = BACKWARD or not HAS_DECAY
     blocks: tl.constexpr = C // R
     chunks = (length + C - 1) // C
     sequence = (tl.program_id(0) // (chunks * blocks)).to(tl.int64)
@@ -207,16 +209,21 @@ def read_kernel(
                 center_q += more[1]
     causal = (rows[:, None] >= at[None, :]) & live[:, None]
     incoming = tl.load(counts + entry)
-    since = tl.full([R], 1.0, tl.float32)
+    strength = tl.load(lam + scalar, mask=live, other=0.0).to(tl.float32)
     if HAS_DECAY or RESETS:
         first_key = tl.load(starts + rows, mask=live, other=0)
-        causal = causal & (at[None, :] >= first_key[:, None])
-        since = (first_key < 0).to(tl.float32)
     if HAS_DECAY:
         coarse_t = tl.load(coarse + of_head + rows, mask=live, other=0.0)
         fine_t = tl.load(fine + of_head + rows, mask=live, other=0.0)
         coarse_j = tl.load(coarse + of_head + at, mask=at < left, other=0.0)
         fine_j = tl.load(fine + of_head + at, mask=at < left, other=0.0)
+    if BACKWARD:
+        r_other = tl.load(other_r + scalar, mask=live, other=0.0)
+    since = tl.full([R], 1.0, tl.float32)
+    if HAS_DECAY or RESETS:
+        causal = causal & (at[None, :] >= first_key[:, None])
+        since = (first_key < 0).to(tl.float32)
+    if HAS_DECAY:
         since *= tl.exp(coarse_t + fine_t)
         gap = (coarse_t[:, None] - coarse_j[None, :]) + (fine_t[:, None] - fine_j[None, :])
         weight = tl.exp(tl.where(causal, gap, float("-inf")))
@@ -239,45 +246,49 @@ def read_kernel(
     scores = scores * inverse[:, None]
     weights = (weight * scores if HAS_DECAY else tl.where(causal, scores, 0.0)).to(dtype)
     total = tl.sum(weights.to(tl.float32), 1)
-    strength = tl.load(lam + scalar, mask=live, other=0.0).to(tl.float32)
     mean_of = average + shift
     distance = mean_of - center_q
     if BACKWARD:
         share = -strength * since / n
-        r_other = tl.load(other_r + scalar, mask=live, other=0.0)
 
     projected = tl.zeros([R], tl.float32)
     projected_past = tl.zeros([R], tl.float32)
     for first in range(0, K, BN):
         n_column = first + tl.arange(0, BN)
+        if EARLY:
+            origin = load_origin(means, n_column, K, CENTERED)
+            q_tile = load_tile(q, rows, left, stride, n_column, K, even_n)
+        if BACKWARD:
+            x_tile = load_tile(other + tokens, rows, left, stride, n_column, K, even_n)
         if WHOLE:
             state = load_tile(states, column, K, K, n_column, K, even_n)
             read = dot(q_whole, state)
         else:
             read = tl.zeros([R, BN], tl.float32)
             for start in range(0, K, BK):
-                q_tile = load_tile(q, rows, left, stride, start + column, K, even_k)
+                part = load_tile(q, rows, left, stride, start + column, K, even_k)
                 state = load_tile(states, start + column, K, K, n_column, K, even_n)
-                read += dot(q_tile, state)
+                read += dot(part, state)
         read = read * kept[:, None]
-        if BACKWARD:
-            x = load_tile(other + tokens, rows, left, stride, n_column, K, even_n).to(tl.float32)
-            if HAS_DECAY:
-                projected_past += tl.sum(x * read, 1)
+        if BACKWARD and HAS_DECAY:
+            projected_past += tl.sum(x_tile.to(tl.float32) * read, 1)
         k_tile = load_tile(k, at, left, stride, n_column, K, even_n)
         read += dot(weights, k_tile)
+        if not EARLY:
+            origin = load_origin(means, n_column, K, CENTERED)
+            q_tile = load_tile(q, rows, left, stride, n_column, K, even_n)
         if CENTERED:
-            origin = load_vector(means, n_column, K)
             read -= total[:, None] * origin[None, :]
-        q_tile = load_tile(q, rows, left, stride, n_column, K, even_n).to(tl.float32)
-        clean = q_tile - strength[:, None] * read
+        queries = q_tile.to(tl.float32)
+        clean = queries - strength[:, None] * read
         store_tile(out, clean, rows, left, stride, n_column, K, even_n)
         if BACKWARD:
+            x = x_tile.to(tl.float32)
             projected += tl.sum(x * read, 1)
             x = x * share[:, None]
             store_tile(shares + tokens, x, rows, left, stride, n_column, K, even_n)
             if CENTERED:
-                terms = x * distance[:, None] + q_tile * (share * r_other)[:, None]
+                terms = x * distance[:, None] + queries * (share * r_other)[:, None]
                 h_term = -tl.sum(terms, 0)
             else:
                 h_term = tl.zeros([BN], tl.float32)
