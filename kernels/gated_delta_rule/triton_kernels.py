@@ -219,6 +219,9 @@ def forward_kernel(
         n = tl.load(corrections + tile * (C * C) + square).to(fine)
         start = tl.load(gate + START_ROW * C + i)
         end = tl.load(gate + END_ROW * C + i)
+        carried = tl.load(gate + START_ROW * C + C - 1)
+        if VALUES and OUTPUT:
+            v_tile = tl.load(v + row * (HV * V) + hv * V + values, mask=mask, other=0.0)
         if OUTPUT:
             q_tile = load_keys(q + row * (H * K) + key_head, H * K, i, live, K, BLOCK_K)
             p = tl.load(scores + tile * (C * C) + square)
@@ -235,7 +238,9 @@ def forward_kernel(
                 store_tile(states + tile * (V * K), rounded, part, vc, K, V, BLOCK_K)
         w = -start[None, :] * read
         if VALUES:
-            w += tl.load(v + row * (HV * V) + hv * V + values, mask=mask, other=0.0)
+            if not OUTPUT:
+                v_tile = tl.load(v + row * (HV * V) + hv * V + values, mask=mask, other=0.0)
+            w += v_tile
         if fine == tl.float16:
             largest = tl.maximum(tl.max(tl.abs(w), axis=1), 1e-20)[:, None]
             w *= 1.0 / largest
@@ -255,7 +260,7 @@ def forward_kernel(
             strength = load_beta(beta + row * HV + hv, HV, i, live)
             at = tile * (V * C) + vc[:, None] * C + i[None, :]
             tl.store(u + at, (strength[None, :] * writes).to(dtype), mask=in_v)
-        state = scale_state(state, tl.load(gate + START_ROW * C + C - 1))
+        state = scale_state(state, carried)
         writes *= end[None, :]
         state = add_outer(state, writes.to(dtype), k_tile, PRECISION)
         rest = (writes - writes.to(dtype).to(tl.float32)).to(dtype)
@@ -306,6 +311,7 @@ def reverse_kernel(
         p = tl.load(scores + tile * (C * C) + square).to(dtype)
         start = tl.load(gate + START_ROW * C + i)
         end = tl.load(gate + END_ROW * C + i)
+        carried = tl.load(gate + START_ROW * C + C - 1)
 
         du = tl.zeros((BLOCK_V, C), tl.float32)
         for part in tl.static_range(0, len(d_state)):
@@ -318,7 +324,7 @@ def reverse_kernel(
         if STATES:
             at = row * (HV * V) + hv * V + values
             tl.store(d_v + at, dv.to(d_v.dtype.element_ty), mask=mask)
-        d_state = scale_state(d_state, tl.load(gate + START_ROW * C + C - 1))
+        d_state = scale_state(d_state, carried)
         do = ((scale * start)[None, :] * do.to(tl.float32)).to(dtype)
         d_state = add_outer(d_state, do, q_tile, PRECISION)
         d_state = add_outer(d_state, (-start[None, :] * dv).to(dtype), k_tile, PRECISION)
