@@ -144,8 +144,8 @@ def backward(
     """Gradients of q, k, lam, log_decay and initial_state."""
     from kernels.ccq_query import triton_adjoint, triton_gradients, triton_kernels
 
-    q, k, lam, log_decay, _, counts, means, mean_parts, states, *rest = residuals
-    n, p, r, mean_q, decays, part_counts = rest
+    q, k, lam, log_decay = residuals[:4]
+    counts, means, mean_parts, states, n, p, r, mean_q, decays, part_counts = residuals[5:]
     batch, length, heads, width = q.shape
     mode = _mode(q, log_decay, only_segments)
     chunk, chunks = _chunks(q, chunk_size)
