@@ -158,13 +158,13 @@ def backward(
     config = triton_tiles.of("read_backward", q, chunk, mode)
     blocks = chunk // config["R"]
     terms = batch, heads, chunks, blocks
-    of_decays = scalar if mode == "decay" else unused
+    if_decays = lambda shape: f32(shape) if mode == "decay" else unused
     d_q, p_g, _, mean_g, _, d_lam, past, shares, h_terms, kappa_terms = triton_util.call(
         triton_kernels.read_kernel,
         *(d_out, k, lam, coarse, fine, starts, q, r, counts, means, mean_parts, states, length),
         out=(
-            *(like(q), of_decays, unused, scalar, unused, scalar, of_decays),
-            *(like(q), f32((*terms, width)), f32(terms) if mode == "decay" else unused),
+            *(like(q), if_decays(scalar.shape), unused, scalar, unused),
+            *(scalar, if_decays(scalar.shape), like(q), f32((*terms, width)), if_decays(terms)),
         ),
         grid=(blocks * chunks * batch * heads,),
         BACKWARD=True,
@@ -197,8 +197,8 @@ def backward(
     kappas, hs, fs, crossings = walk(
         *(part_counts, *of_parts, length),
         out=(
-            *(f32((*each, rows)) if mode == "decay" else unused, f32((*each, width))),
-            *(like(q, (*each, width, width)), f32((*each, tiles)) if mode == "decay" else unused),
+            *(if_decays((*each, rows)), f32((*each, width))),
+            *(like(q, (*each, width, width)), if_decays((*each, tiles))),
         ),
         FIRST_WALK=False,
     )
@@ -207,7 +207,7 @@ def backward(
         triton_gradients.keys_kernel,
         *(q, k, d_out, lam, coarse, fine, starts, to_end, n, mean_q, mean_g, means),
         *(hs, fs, length),
-        out=(like(q), of_decays),
+        out=(like(q), if_decays(scalar.shape)),
         grid=(chunk // config["R"] * chunks * batch * heads,),
         **static,
         **config,
