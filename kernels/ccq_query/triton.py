@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels import triton_util
-from kernels.ccq_query import triton_tiles, xla
+from kernels.ccq_query import triton_tiles
 from kernels.ccq_query.state import CCQState
 
 unavailable = triton_util.unavailable
@@ -28,8 +28,6 @@ HINTS = (
 # Shorter sequences are one part. The batch has no say: its rows must not depend on its size.
 LONG = 16384
 SHORTEST_PART = 2048
-
-einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 class Residuals(NamedTuple):
@@ -96,19 +94,19 @@ def forward(
                 f32((batch, heads, parts, 2)),
                 *(f32((batch, heads, parts, width)), like(q, (1,))),
                 f32((batch, heads, parts, width, width)),
-                *(f32((1,)), f32((1,))),
+                *(f32((1,)),) * 3,
             ),
             FIRST_WALK=True,
         )
         of_parts = counts, means, states
-    counts, means, mean_parts, states, *final = walk(
+    counts, means, mean_parts, states, *state = walk(
         *(*of_parts, length),
         out=(
             f32((batch, heads, chunks + 1)),
             f32((batch, heads, chunks + 1, width)),
             like(q, (batch, heads, chunks + 1, triton_kernels.MEAN_PARTS.value, width)),
             like(q, (batch, heads, chunks + 1, width, width)),
-            f32((batch, heads, width)),
+            *(f32((batch, heads)), f32((batch, heads, width))),
             f32((batch, heads, width, width)),
         ),
         FIRST_WALK=False,
@@ -125,10 +123,9 @@ def forward(
         **static,
         **config,
     )
-    state = CCQState(counts[..., -1], *final)
     inputs = (q, k, lam, log_decay, initial_state)
     statistics = (counts, means, mean_parts, states, n, p, r, mean_q)
-    return out, state, Residuals(*inputs, *statistics, weighed[2:], of_parts[0])
+    return out, CCQState(*state), Residuals(*inputs, *statistics, weighed[2:], of_parts[0])
 
 
 def backward(
@@ -164,7 +161,8 @@ def backward(
         *(d_out, k, lam, coarse, fine, starts, q, r, counts, means, mean_parts, states, length),
         out=(
             *(like(q), if_decays(scalar.shape), unused, scalar, unused),
-            *(scalar, if_decays(scalar.shape), like(q), f32((*terms, width)), if_decays(terms)),
+            scalar if mode == "decay" else like(lam),
+            *(if_decays(scalar.shape), like(q), f32((*terms, width)), if_decays(terms)),
         ),
         grid=(blocks * chunks * batch * heads,),
         BACKWARD=True,
@@ -320,32 +318,34 @@ def _initial_gradient(
     mean_g: Float[Array, "B T H"],
     centered: bool,
 ) -> CCQState:
-    """Gradient of the initial state, from its definition; unused, it is not compiled.
+    """Gradient of the initial state; unused, it is not compiled.
 
-    Row by row, so that a row's bits do not depend on the others. The count's gradient nearly
-    cancels: it reads the covariance again, in float32.
+    The count's gradient nearly cancels: it reads the covariance again, in float32.
     """
+    from kernels.ccq_query import triton_initial
+
     r = residuals
-    rows = (r.q, r.k, r.lam, r.log_decay, r.initial_state, r.n, r.mean_q, mean_g, d_out, d_state)
-
-    def of_row(row: Any) -> CCQState:
-        # A loop of one row is unrolled; the barriers keep what comes before and after out of it.
-        row = jax.lax.optimization_barrier(row)
-        q, k, lam, log_decay, initial, n, mean_q, mean_g, g, d_state = row
-        one = jax.tree.map(lambda x: x[None], (jnp.ones_like(lam), log_decay, initial))
-        q, k, g = (x.astype(jnp.float32) for x in (q, k, g))
-        clean = xla.forward(q[None], k[None], *one, centered=centered, chunk_size=None)[0][0]
-        product = jnp.sum(g * (q - clean), -1)  # g . Sigma q
-        share = -lam.astype(jnp.float32) / n
-        if log_decay is not None:
-            total = jnp.cumsum(log_decay.astype(jnp.float32), 0)
-            share = share * jnp.exp(total)
-            left = jnp.exp(total[-1])
-            d_state = CCQState(*(x * left.reshape(-1, *[1] * (x.ndim - 1)) for x in d_state))
-        d_count = d_state.count + jnp.sum(share * (mean_q * mean_g - product), 0)
-        d_sum = d_state.key_sum - einsum("th,thk->hk", share * mean_q, g)
-        d_sum = d_sum - einsum("th,thk->hk", share * mean_g, q)
-        d_outer = d_state.key_outer + einsum("thi,thj->hij", share[..., None] * g, q)
-        return jax.lax.optimization_barrier(CCQState(d_count, d_sum, d_outer))
-
-    return jax.lax.map(of_row, rows)
+    batch, length, heads, width = r.q.shape
+    q, k = r.q.astype(jnp.float32), r.k.astype(jnp.float32)
+    ones = jnp.ones(r.lam.shape, jnp.float32)
+    clean = forward(q, k, ones, r.log_decay, r.initial_state, centered=centered)[0]
+    log_decay = r.lam if r.log_decay is None else r.log_decay
+    static = {"H": heads, "K": width, "HAS_DECAY": r.log_decay is not None}
+    static |= {"num_warps": 4, "num_stages": 1}
+    count, key_sum = triton_util.call(
+        triton_initial.initial_sums_kernel,
+        *(r.q, d_out, clean, r.lam, log_decay, r.n, r.mean_q, mean_g, *d_state[:2], length),
+        out=(f32((batch, heads)), f32((batch, heads, width))),
+        grid=(batch * heads,),
+        S=16,
+        **static,
+    )
+    key_outer = triton_util.call(
+        triton_initial.initial_outer_kernel,
+        *(r.q, d_out, r.lam, log_decay, r.n, d_state.key_outer, length),
+        out=f32((batch, heads, width, width)),
+        grid=((-(-width // 32)) ** 2 * batch * heads,),
+        **{"S": 32, "BT": 32},
+        **static,
+    )
+    return CCQState(count, key_sum, key_outer)

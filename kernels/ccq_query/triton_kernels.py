@@ -212,11 +212,6 @@ def read_kernel(
     strength = tl.load(lam + scalar, mask=live, other=0.0).to(tl.float32)
     if HAS_DECAY or RESETS:
         first_key = tl.load(starts + rows, mask=live, other=0)
-    if HAS_DECAY:
-        coarse_t = tl.load(coarse + of_head + rows, mask=live, other=0.0)
-        fine_t = tl.load(fine + of_head + rows, mask=live, other=0.0)
-        coarse_j = tl.load(coarse + of_head + at, mask=at < left, other=0.0)
-        fine_j = tl.load(fine + of_head + at, mask=at < left, other=0.0)
     if BACKWARD:
         r_other = tl.load(other_r + scalar, mask=live, other=0.0)
     since = tl.full([R], 1.0, tl.float32)
@@ -224,6 +219,10 @@ def read_kernel(
         causal = causal & (at[None, :] >= first_key[:, None])
         since = (first_key < 0).to(tl.float32)
     if HAS_DECAY:
+        coarse_t = tl.load(coarse + of_head + rows, mask=live, other=0.0)
+        fine_t = tl.load(fine + of_head + rows, mask=live, other=0.0)
+        coarse_j = tl.load(coarse + of_head + at, mask=at < left, other=0.0)
+        fine_j = tl.load(fine + of_head + at, mask=at < left, other=0.0)
         since *= tl.exp(coarse_t + fine_t)
         gap = (coarse_t[:, None] - coarse_j[None, :]) + (fine_t[:, None] - fine_j[None, :])
         weight = tl.exp(tl.where(causal, gap, float("-inf")))

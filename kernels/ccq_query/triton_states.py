@@ -45,7 +45,7 @@ def store_mean(means, mean_parts, mean, columns, width: tl.constexpr):
 def states_kernel(
     k, weighted, chunk_means, factors, starts, count, key_sum, key_outer,
     part_counts, part_means, part_states, length,
-    counts, means, mean_parts, states, final_sum, final_outer,
+    counts, means, mean_parts, states, final_count, final_sum, final_outer,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BT: tl.constexpr,
     PARTS: tl.constexpr, FIRST_WALK: tl.constexpr, INITIAL: tl.constexpr,
     RAW: tl.constexpr, RESETS: tl.constexpr, CENTERED: tl.constexpr,
@@ -196,3 +196,4 @@ def states_kernel(
             tl.store(final_sum + sequence * K + i, n * mean_i, mask=i < K)
             if tile_i == 0:
                 tl.store(counts, n)
+                tl.store(final_count + sequence, n)
