@@ -149,12 +149,11 @@ def test_every_kernel_lowers_for_cuda(operator, name, dtype, decay):
 )
 def test_segments_alone_lower_for_cuda(name, dtype, calls):
     inputs = arguments("ccq_query", name, dtype)
-    run = both_ways("ccq_query", only_segments=True)
-    for wanted, more in ((slice(None), 5), (slice(-1), 0)):  # its gradient is not compiled unused
+    for initial, more in ((False, 0), (True, 5)):
+        run = both_ways("ccq_query", only_segments=True, has_initial_state=initial)
         with jax.sharding.use_abstract_mesh(abstract_mesh()):
-            lowered = jax.jit(lambda *inputs: (*(x := run(*inputs))[:2], x[2][wanted]))
-            text = lowered.trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("triton_kernel_call") == calls + more
+            lowered = jax.jit(run).trace(*inputs).lower(lowering_platforms=("cuda",))
+        assert lowered.as_text().count("triton_kernel_call") == calls + more
 
 
 @lowers

@@ -224,7 +224,10 @@ def backward(
             **{"H": heads, "K": width, "C": chunk, "ROWS": rows, "TILES": tiles},
             **triton_tiles.of("log_decay", q, chunk, mode),
         ).astype(log_decay.dtype)
-    d_initial = _initial_gradient(residuals, d_out, d_state, mean_g, centered)
+    if has_initial_state:
+        d_initial = _initial_gradient(residuals, d_out, d_state, mean_g, centered)
+    else:
+        d_initial = jax.tree.map(jnp.zeros_like, residuals.initial_state)  # of a constant
     d_lam = d_lam.astype(lam.dtype)
     return d_q, d_k, d_lam, d_log_decay, d_initial
 
@@ -318,10 +321,7 @@ def _initial_gradient(
     mean_g: Float[Array, "B T H"],
     centered: bool,
 ) -> CCQState:
-    """Gradient of the initial state; unused, it is not compiled.
-
-    The count's gradient nearly cancels: it reads the covariance again, in float32.
-    """
+    """The count's gradient nearly cancels: it reads the covariance again, in float32."""
     from kernels.ccq_query import triton_initial
 
     r = residuals
