@@ -41,7 +41,7 @@ from kernels import bench_decode, check, dispatch, shapes
 # Operations of a token and head, as multiples of K V (of K K for ccq_query): decay, write, read.
 OPERATIONS = {"ccq_query": 5, "gated_linear_attention": 5, "gated_delta_rule": 7}
 PACKAGES = ("jax", "jaxlib", "jax-triton", "triton")
-SAMPLE_SECONDS = 0.02
+SAMPLE_SECONDS = 0.05
 
 
 def programs(

@@ -103,6 +103,7 @@ def choose(
     shape: str,
     candidates: Sequence[Mapping[str, int]],
     shared: Callable[[Mapping[str, int]], int],
+    fit: Callable[[Mapping[str, int]], dict[str, int]] = dict,
 ) -> dict[str, int]:
     """Block sizes, num_warps and num_stages for one kernel on the current device.
 
@@ -115,6 +116,7 @@ def choose(
       shape: the shape's `bucket`.
       candidates: keyword arguments for `call`, best first.
       shared: bytes of shared memory that a block of this candidate takes.
+      fit: makes sizes of other shapes in the bucket fit this one.
     """
     kind = device_kind()
     entries = tuned_table().get(kind)
@@ -124,7 +126,7 @@ def choose(
     tuned = entries.get(kernel, {}).get(shape)
     limit = shared_memory(kind)
     fitting = (config for config in candidates if shared(config) <= limit)
-    config = dict(tuned or next(fitting, candidates[-1]))
+    config = fit(tuned or next(fitting, candidates[-1]))
     CHOSEN[kernel, shape] = config
     return dict(config)
 

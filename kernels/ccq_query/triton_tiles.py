@@ -64,13 +64,19 @@ def of(kernel: str, q: Array, chunk: int, mode: str) -> dict[str, int]:
             elements = stages * (chunk + 2 * config["BT"]) * config["BK"]
         return q.dtype.itemsize * elements
 
-    shape = triton_util.bucket(q.dtype, width) + (" decay" if mode == "decay" else "")
-    chosen = triton_util.choose(f"ccq_query.{kernel}", shape, candidates, shared)
-    # Rows of tiles neither narrower than is safe nor wider than the head, steps that divide a chunk.
     tokens = ["S", "R"] + ["BT"] * (kernel not in ("states", "adjoint"))
-    for name in chosen:
+
+    def size(name: str, value: int) -> int:
+        """Rows of tiles neither narrower than is safe nor wider than the head, steps that divide a chunk."""
         if name in tokens:
-            chosen[name] = min(chosen[name], chunk)
-        elif name.startswith("B"):
-            chosen[name] = min(max(chosen[name], narrowest), widest)
-    return chosen
+            return min(value, chunk)
+        return min(max(value, narrowest), widest) if name.startswith("B") else value
+
+    shape = triton_util.bucket(q.dtype, width) + (" decay" if mode == "decay" else "")
+    return triton_util.choose(
+        f"ccq_query.{kernel}",
+        shape,
+        candidates,
+        shared,
+        lambda config: {name: size(name, value) for name, value in config.items()},
+    )

@@ -297,8 +297,11 @@ def _tiles(kernel: str, k: Array, v: Array) -> dict[str, int]:
         return k.dtype.itemsize * tile
 
     shape = triton_util.bucket(k.dtype, k.shape[-1], v.shape[-1])
-    chosen = triton_util.choose(f"gated_linear_attention.{kernel}", shape, candidates, shared)
-    return {
-        name: max(size, narrowest) if name.startswith("B") else size
-        for name, size in chosen.items()
-    }
+    size = lambda name, value: max(value, narrowest) if name.startswith("B") else value
+    return triton_util.choose(
+        f"gated_linear_attention.{kernel}",
+        shape,
+        candidates,
+        shared,
+        lambda config: {name: size(name, value) for name, value in config.items()},
+    )

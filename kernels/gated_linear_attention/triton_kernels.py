@@ -380,13 +380,7 @@ def gradients_kernel(
 @triton.jit
 def score_gradients(d_o, v, at, left, H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
     """d_o_t . v_j of a chunk, j <= t."""
-    total = tl.zeros([at.shape[0], at.shape[0]], tl.float32)
-    for start in range(0, V, BV):
-        column = start + tl.arange(0, BV)
-        v_tile = load_tile(v, at, left, H * V, column, V, V % BV == 0)
-        o_tile = load_tile(d_o, at, left, H * V, column, V, V % BV == 0)
-        total += dot(o_tile, tl.trans(v_tile))
-    return tl.where(at[:, None] >= at[None, :], total, 0.0)
+    return tl.where(at[:, None] >= at[None, :], raw_scores(d_o, v, at, left, H, V, BV), 0.0)
 
 
 @triton.jit
