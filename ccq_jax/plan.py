@@ -1,13 +1,14 @@
-"""Compiles the real training step, and says what it takes of each device. Trains nothing.
+"""Compiles the real training step, and says what it takes of each device.
 
     python -m ccq_jax.plan --config=configs/ccq_gdn.py:1.3B --topology=v5p:4x4x4 --config.mesh.fsdp=8
     python -m ccq_jax.plan --config=configs/ccq_gla.py:1.3B --topology=v5e:16x16 --search
-    python -m ccq_jax.plan --config=configs/ccq_gdn.py
+    python -m ccq_jax.plan --config=configs/ccq_gdn.py --time=10
 
 With --topology the step is compiled for a TPU pod that need not be here (libtpu: pip install
 'ccq_jax[tpu]'), --slices of them; without, for the devices of this machine. --search finds the
 largest batch, and the cheapest remat with which it fits; it also chooses mesh.fsdp where that is 1.
-Fields are set as in train.py. No data is read.
+Fields are set as in train.py. No data is read. --time runs that many steps here, on random tokens in
+packed documents, and says how long one takes; nothing is saved.
 
 Exits with 0 if the step fits, 1 if it does not, and 2 where there is nothing to compile, with the reason.
 """
@@ -15,6 +16,7 @@ Exits with 0 if the step fits, 1 if it does not, and 2 where there is nothing to
 import math
 import os
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -22,15 +24,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import app, flags
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict, config_flags
 
 from ccq_jax import collectives, flops, step, topology
 from ccq_jax.collectives import Traffic
 from ccq_jax.config import resolve, validate
 from ccq_jax.data import required_vocab_size
-from ccq_jax.sharding import make_mesh
+from ccq_jax.sharding import BATCH, make_mesh
 from ccq_jax.topology import Topology
 from kernels import dispatch
 
@@ -57,6 +60,7 @@ class Plan(NamedTuple):
     seconds: float  # to compile
     cpu_seconds: float  # of all threads
     fits: bool
+    compiled: Any = None  # the step, if it fits
 
 
 class Target(NamedTuple):
@@ -73,6 +77,9 @@ def define_flags() -> None:
     flags.DEFINE_string("topology", None, "A TPU slice, such as v5p:4x4x4 or v5e:16x16.")
     flags.DEFINE_integer("slices", 1, "TPU slices, joined by the data center's network.")
     flags.DEFINE_bool("search", False, "Find the largest batch and the cheapest remat.")
+    flags.DEFINE_integer(
+        "time", 0, "Steps to run on random tokens, on this machine.", lower_bound=0
+    )
     flags.mark_flag_as_required("config")
 
 
@@ -82,6 +89,8 @@ def main(argv: list[str]) -> int:
         raise app.UsageError(f"unknown arguments {argv[1:]}: fields are set as --config.NAME=VALUE")
     given = flags.FLAGS
     try:
+        if given.time and given.topology:
+            raise Refused("--time runs steps on this machine's devices: leave --topology out")
         target = find_target(given.topology, given.slices)
         config = prepare(given.config)
         if given.search:
@@ -92,7 +101,9 @@ def main(argv: list[str]) -> int:
     except (Refused, RuntimeError) as error:
         print(f"ccq_jax.plan: {error}", file=sys.stderr)
         return 2
-    print(report(config, target, plan))
+    print(report(config, target, plan), flush=True)
+    if given.time and plan.fits:
+        print(timing(config, target, step_seconds(config, target, plan.compiled, given.time)))
     if given.search:
         print(f"flags        {' '.join(as_flags(config))}")
     return 0 if plan.fits else 1
@@ -172,10 +183,12 @@ def make_plan(config: ConfigDict, target: Target) -> Plan:
     parameters, optimizer = (_local_bytes(abstract[x]) for x in ("params", "opt_state"))
     start, cpu_start = time.monotonic(), time.process_time()
 
-    def plan(peak: int, traffic: list[Traffic], fits: bool) -> Plan:
+    def plan(peak: int, traffic: list[Traffic], compiled: Any = None) -> Plan:
+        fits = compiled is not None and peak <= target.limit
         rest = peak - parameters - optimizer
         seconds = time.monotonic() - start, time.process_time() - cpu_start
-        return Plan(parameters, optimizer, rest, peak, target.limit, traffic, *seconds, fits)
+        step = compiled if fits else None
+        return Plan(parameters, optimizer, rest, peak, target.limit, traffic, *seconds, fits, step)
 
     with jax.set_mesh(mesh), topology.no_compilation_cache():
         train_step: Any = step.make_train_step(graphdef, config, abstract, mesh)
@@ -186,9 +199,9 @@ def make_plan(config: ConfigDict, target: Target) -> Plan:
             peak = _asked_for(str(error), parameters + optimizer)
             if peak is None:
                 raise
-            return plan(peak, [], False)
+            return plan(peak, [])
     peak = _allocated(compiled.memory_analysis())
-    return plan(peak, collectives.traffic(compiled.as_text()), peak <= target.limit)
+    return plan(peak, collectives.traffic(compiled.as_text()), compiled)
 
 
 def _allocated(memory: Any) -> int:
@@ -326,6 +339,45 @@ def report(config: ConfigDict, target: Target, plan: Plan) -> str:
         f"compiled in  {plan.seconds:.1f} s, {plan.cpu_seconds:.1f} s of CPU time",
     ]
     return "\n".join(lines)
+
+
+def step_seconds(config: ConfigDict, target: Target, compiled: Any, steps: int) -> list[float]:
+    """Seconds of each of `steps` steps of a new model, after two that are not counted."""
+    mesh = make_mesh(**config.mesh, devices=target.devices)
+    shape = config.train.batch_size, config.train.seq_len
+    rng = np.random.default_rng(config.seed)
+    tokens = rng.integers(0, config.model.vocab_size, shape, np.int32)
+    # Documents of 1,024 tokens on average.
+    starts = rng.random(shape) < 1 / 1024
+    batch = {
+        "inputs": tokens,
+        "targets": np.roll(tokens, -1, 1),
+        "segment_ids": starts.cumsum(1, dtype=np.int32),
+        "loss_mask": np.ones(shape, bool),
+        "stop": np.zeros(mesh.size, np.int32),
+    }
+    seconds = []
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(batch, NamedSharding(mesh, BATCH))
+        state = step.init_state(config, step.abstract_state(config, mesh)[1])
+        for _ in range(2 + steps):
+            start = time.monotonic()
+            state, metrics = compiled(state, batch)
+            jax.block_until_ready(metrics)
+            seconds.append(time.monotonic() - start)
+    return seconds[2:]
+
+
+def timing(config: ConfigDict, target: Target, seconds: list[float]) -> str:
+    """The median of `seconds` in words."""
+    median = statistics.median(seconds)
+    speed = config.train.batch_size * config.train.seq_len / median
+    peak = flops.peak_flops(target.devices[0].device_kind)
+    per_token = flops.train_flops_per_token(config.model, config.train.seq_len)
+    mfu = f", MFU {speed * per_token / (peak * len(target.devices)):.3f}" if peak else ""
+    return (
+        f"timed        {median:.4g} s a step, {speed:,.0f} tokens/s{mfu} (median of {len(seconds)})"
+    )
 
 
 def _implementation(config: ConfigDict, mesh: Mesh) -> str:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -241,14 +242,21 @@ def command(*arguments):
 
 @pytest.mark.slow
 def test_the_exit_status_is_0_where_it_fits():
-    status, said = command("--config.train.batch_size=2")
+    status, said = command("--config.train.batch_size=2", "--time=1")
     assert status == 0 and "it fits" in said, said
+    seconds, tokens = re.search(r"timed +(\S+) s a step, (\S+) tokens/s", said).groups()
+    assert float(seconds) * float(tokens.replace(",", "")) == pytest.approx(2 * 512, rel=0.01)
 
 
 @tpu
 def test_the_exit_status_is_1_where_it_does_not_fit():
     status, said = command("--topology=v5e:1x1", "--config.train.batch_size=16384")
     assert status == 1 and "it does NOT fit" in said, said
+
+
+def test_steps_elsewhere_cannot_be_timed():
+    status, said = command("--topology=v5e:2x2", "--time=1")
+    assert status == 2 and "leave --topology out" in said, said
 
 
 def test_the_exit_status_is_2_where_there_is_nothing_to_compile():
