@@ -23,8 +23,8 @@ MINIMUM = {"triton": (3, 7, 1), "jax_triton": (0, 4)}
 SHARED_MEMORY = {r"\b(H100|H200|GH200|B200|GB200|B300|GB300)\b": 232448, r"\bA(100|30)\b": 166912}
 SMALLEST_SHARED_MEMORY = 101376
 
-# What `choose` chose last for each kernel and bucket: what `tune` starts from and reports may show.
-CHOSEN: dict[tuple[str, str], dict[str, int]] = {}
+# What `choose` chose last for each kernel and bucket, and after it what else fits: where `tune` starts.
+CHOSEN: dict[tuple[str, str], list[dict[str, int]]] = {}
 _poison = False
 
 
@@ -125,10 +125,10 @@ def choose(
         entries = {}
     tuned = entries.get(kernel, {}).get(shape)
     limit = shared_memory(kind)
-    fitting = (config for config in candidates if shared(config) <= limit)
-    config = fit(tuned or next(fitting, candidates[-1]))
-    CHOSEN[kernel, shape] = config
-    return dict(config)
+    fitting = [config for config in candidates if shared(config) <= limit] or [candidates[-1]]
+    fitted = [fit(config) for config in ([tuned] if tuned else []) + fitting]
+    CHOSEN[kernel, shape] = fitted
+    return dict(fitted[0])
 
 
 @contextlib.contextmanager

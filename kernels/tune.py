@@ -3,9 +3,9 @@
     python -m kernels.tune                               every operator, the shapes that are trained
     python -m kernels.tune --op=gated_delta_rule --shapes=d128 --dtype=bfloat16
 
-Each kernel of an operator is varied in turn around what the table or the heuristic has now: one block
-size by a factor of two, or the warps, the pipeline stages or the limit of registers, where there is one,
-on from the fastest until no step gains 1 %. What is timed is the whole forward and backward. Takes
+Each kernel of an operator is varied in turn around the best of what the table and the heuristic have: one
+block size by a factor of two, or the warps, the pipeline stages or the limit of registers, where there is
+one, on from the fastest until no step gains 1 %. What is timed is the whole forward and backward. Takes
 minutes an operator and shape, mostly compilation; the table is written after each kernel, so that another
 run goes on from there. A configuration whose results differ from the first's is refused: a kernel that
 is wrong can be fast.
@@ -50,15 +50,15 @@ def neighbours(config: Config) -> Iterator[Config]:
                 yield {**config, name: near}
 
 
-def climb(start: Config, time: Callable[[Config], float]) -> Config:
-    """The fastest configuration that steps to ever faster neighbours lead to from `start`.
+def climb(starts: list[Config], time: Callable[[Config], float]) -> Config:
+    """The fastest configuration that steps to ever faster neighbours lead to from the best of `starts`.
 
     Args:
-      start: where to begin.
+      starts: where to begin; the first stays, if no other gains enough.
       time: of a configuration, inf where it is refused.
     """
-    times: list[tuple[float, Config]] = [(time(start), start)]
-    best = times[0]
+    times = [(time(start), start) for n, start in enumerate(starts) if start not in starts[:n]]
+    best = min(times, key=lambda x: x[0] * (1 if x is times[0] else 1 / GAIN))
     while True:
         known = [config for _, config in times]
         times += [(time(near), near) for near in neighbours(best[1]) if near not in known]
@@ -109,7 +109,7 @@ def tune(operator: str, shape: shapes.Shape, dtype: str, decay: str) -> None:
         entries[bucket] = config
         try:
             program = fresh()
-            if triton_util.CHOSEN[kernel, bucket] != config:
+            if triton_util.CHOSEN[kernel, bucket][0] != config:
                 return math.inf  # the same as another, for this shape
             # NaN compares false, so that it is refused too.
             right = difference(program(), expected) < 0.02
@@ -121,9 +121,9 @@ def tune(operator: str, shape: shapes.Shape, dtype: str, decay: str) -> None:
         print(f"{kernel} {bucket} {config}: {said}", flush=True)
         return taken
 
-    for (kernel, bucket), start in dict(triton_util.CHOSEN).items():
+    for (kernel, bucket), starts in dict(triton_util.CHOSEN).items():
         entries = table.setdefault(kernel, {})
-        entries[bucket] = climb(start, functools.partial(time_with, entries, kernel, bucket))
+        entries[bucket] = climb(starts, functools.partial(time_with, entries, kernel, bucket))
         text = json.dumps(triton_util.tuned_table(), indent=2, sort_keys=True)
         triton_util.TABLE.write_text(text + "\n")
         print(f"wrote {kernel} {bucket}: {entries[bucket]}", flush=True)

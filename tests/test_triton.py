@@ -128,9 +128,12 @@ def test_tuning_climbs_to_the_fastest_and_times_nothing_twice():
         return 10 - block / 32 - stages + (3 if stages == 2 and block < 128 else 0)
 
     start = {"BLOCK": 16, "num_stages": 1}
-    assert tune.climb(start, time) == {"BLOCK": 128, "num_stages": 4}
+    assert tune.climb([start], time) == {"BLOCK": 128, "num_stages": 4}
     assert len(timed) == len(set(timed))
-    assert tune.climb(start, lambda config: 1 - 1e-3 * config["BLOCK"] / 32) == start  # noise
+    assert tune.climb([start], lambda config: 1 - 1e-3 * config["BLOCK"] / 32) == start  # noise
+    elsewhere = {"BLOCK": 512, "num_stages": 1}  # no step leads there
+    assert tune.climb([start, elsewhere], lambda config: 3 - (config == elsewhere)) == elsewhere
+    assert tune.climb([start, elsewhere], lambda config: 3 - 1e-3 * (config == elsewhere)) == start
 
 
 def test_tuning_without_a_gpu_says_why(capsys):

@@ -29,7 +29,8 @@ def of(kernel: str, q: Array, chunk: int, mode: str) -> dict[str, int]:
     elif kernel in ("read", "read_backward"):
         # As much as stays in shared memory.
         whole = widest if widest <= 256 else step
-        candidates = [config(4, 2, BK=whole, BN=64, R=64), config(4, 2, BK=64, BN=64, R=64)]
+        candidates = [config(4, stages, BK=whole, BN=64, R=64) for stages in (2, 1)]
+        candidates.append(config(4, 2, BK=64, BN=64, R=64))
         if full:
             candidates = [config(4, 1, BK=32, BN=32, R=64)]
     elif kernel == "adjoint":
