@@ -136,6 +136,43 @@ def test_tuning_climbs_to_the_fastest_and_times_nothing_twice():
     assert tune.climb([start, elsewhere], lambda config: 3 - 1e-3 * (config == elsewhere)) == start
 
 
+def test_tuning_writes_the_fastest_of_what_is_right(monkeypatch, tmp_path, capsys):
+    """Of a kernel whose times and results are made up; it takes 64 columns where it is told 32."""
+    table = {}
+    monkeypatch.setattr(triton_util, "TABLE", tmp_path / "tuned.json")
+    monkeypatch.setattr(triton_util, "tuned_table", lambda: table)
+    monkeypatch.setattr(triton_util, "device_kind", lambda: H200)
+    monkeypatch.setattr(triton_util, "warn_untuned", lambda kind: None)
+    made = []
+
+    class Program:
+        def __init__(self, config):
+            self.config = config
+
+        def __call__(self):
+            return jnp.full(3, jnp.nan if self.config["num_warps"] == 8 else 1.0)
+
+        def sample(self):
+            return 1.0 / self.config["num_warps"] + 1e-4 * self.config["BK"]
+
+    def fresh():
+        sizes = [{"BK": 64, "num_warps": 2}, {"BK": 512, "num_warps": 4}]
+        fit = lambda config: {**config, "BK": max(config["BK"], 64)}
+        made.append(triton_util.choose("op.kernel", "bfloat16 K64", sizes, lambda config: 0, fit))
+        if made[-1]["BK"] == 128:
+            raise jax.errors.JaxRuntimeError("too much shared memory")
+        return Program(made[-1])
+
+    monkeypatch.setattr(tune, "problem", lambda *_: fresh)
+    tune.tune("gated_delta_rule", shapes.SHAPES["k64"], "bfloat16", "mild")
+    expected = {"BK": 64, "num_warps": 4}
+    assert json.loads(triton_util.TABLE.read_text()) == {
+        H200: {"op.kernel": {"bfloat16 K64": expected}}
+    }
+    said = capsys.readouterr().out
+    assert "differs" in said and "'BK': 32" not in said
+
+
 def test_tuning_without_a_gpu_says_why(capsys):
     if jax.default_backend() == "gpu":
         pytest.skip("says what a machine without a GPU is told; this one has one")
