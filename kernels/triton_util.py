@@ -103,7 +103,7 @@ def choose(
     shape: str,
     candidates: Sequence[Mapping[str, int]],
     shared: Callable[[Mapping[str, int]], int],
-    fit: Callable[[Mapping[str, int]], dict[str, int]] = dict,
+    fit: Callable[[str, int], int] = lambda name, value: value,
 ) -> dict[str, int]:
     """Block sizes, num_warps and num_stages for one kernel on the current device.
 
@@ -116,7 +116,7 @@ def choose(
       shape: the shape's `bucket`.
       candidates: keyword arguments for `call`, best first.
       shared: bytes of shared memory that a block of this candidate takes.
-      fit: makes sizes of other shapes in the bucket fit this one.
+      fit: makes a number, given by name, of other shapes in the bucket fit this one.
     """
     kind = device_kind()
     entries = tuned_table().get(kind)
@@ -126,7 +126,10 @@ def choose(
     tuned = entries.get(kernel, {}).get(shape)
     limit = shared_memory(kind)
     fitting = [config for config in candidates if shared(config) <= limit] or [candidates[-1]]
-    fitted = [fit(config) for config in ([tuned] if tuned else []) + fitting]
+    fitted = [
+        {name: fit(name, value) for name, value in config.items()}
+        for config in ([tuned] if tuned else []) + fitting
+    ]
     CHOSEN[kernel, shape] = fitted
     return dict(fitted[0])
 

@@ -74,10 +74,4 @@ def of(kernel: str, q: Array, chunk: int, mode: str) -> dict[str, int]:
         return min(max(value, narrowest), widest) if name.startswith("B") else value
 
     shape = triton_util.bucket(q.dtype, width) + (" decay" if mode == "decay" else "")
-    return triton_util.choose(
-        f"ccq_query.{kernel}",
-        shape,
-        candidates,
-        shared,
-        lambda config: {name: size(name, value) for name, value in config.items()},
-    )
+    return triton_util.choose(f"ccq_query.{kernel}", shape, candidates, shared, size)

@@ -298,10 +298,4 @@ def _tiles(kernel: str, k: Array, v: Array) -> dict[str, int]:
 
     shape = triton_util.bucket(k.dtype, k.shape[-1], v.shape[-1])
     size = lambda name, value: max(value, narrowest) if name.startswith("B") else value
-    return triton_util.choose(
-        f"gated_linear_attention.{kernel}",
-        shape,
-        candidates,
-        shared,
-        lambda config: {name: size(name, value) for name, value in config.items()},
-    )
+    return triton_util.choose(f"gated_linear_attention.{kernel}", shape, candidates, shared, size)
