@@ -321,7 +321,7 @@ def _initial_gradient(
     mean_g: Float[Array, "B T H"],
     centered: bool,
 ) -> CCQState:
-    """The count's gradient nearly cancels: it reads the covariance again, in float32."""
+    """Gradient of the initial state. That of its count nearly cancels: it reads q again, in float32."""
     from kernels.ccq_query import triton_initial
 
     r = residuals
