@@ -17,6 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels import gluon_util
+
 TABLE = pathlib.Path(__file__).with_name("tuned.json")
 MINIMUM = {"triton": (3, 7, 1), "jax_triton": (0, 4)}
 # Opt-in shared memory of one block, in bytes, for devices that do not say it themselves.
@@ -160,9 +162,23 @@ def after(ref: jax.Ref) -> jax.Array:
     return jax.lax.optimization_barrier(jax.freeze(ref))
 
 
+def f32(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """A result of a kernel in float32."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def like(x: jax.Array, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    """A result of a kernel in x's dtype and, if no other is given, of its shape."""
+    return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype)
+
+
+def _poisoned(x: Any) -> jax.Array:
+    return jnp.full(x.shape, jnp.nan, x.dtype)
+
+
 def call(
     kernel: Any,
-    *operands: jax.Array | jax.Ref | int | float,
+    *operands: jax.Array | jax.Ref | gluon_util.Tiles | int | float,
     out: Any,
     grid: tuple[int, ...],
     num_warps: int,
@@ -173,7 +189,7 @@ def call(
     """Launches a Triton kernel whose arguments are `operands`, then pointers to `out`.
 
     Args:
-      kernel: a function under `triton.jit`.
+      kernel: a function under `triton.jit` or `gluon.jit`; see `gluon_util` for the latter.
       operands: arrays, Refs that it updates in place, and numbers (compiled once for all values)
         such as the sequence length.
       out: `jax.ShapeDtypeStruct`s, any pytree; the result has the same structure. The kernel must
@@ -184,26 +200,40 @@ def call(
       maxnreg: registers a thread, if fewer than the compiler would take, so that more blocks fit.
       constants: the kernel's constexpr arguments, and numbers that it takes by name.
     """
-    import jax_triton
-
-    launch = functools.partial(
-        jax_triton.triton_call,
-        *operands,
-        kernel=kernel,
-        grid=grid,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        backend_options={} if maxnreg is None else {"maxnreg": maxnreg},
-        **constants,
-    )
-    if _poison:
-        filled = jax.tree.map(lambda x: in_place(jnp.full(x.shape, jnp.nan, x.dtype)), out)
-        launch(*jax.tree.leaves(filled), out_type=())
-        results = jax.tree.map(after, filled)
+    limits = {} if maxnreg is None else {"maxnreg": maxnreg}
+    if gluon_util.is_gluon(kernel):
+        over = jax.tree.map(_poisoned, out) if _poison else None
+        results = gluon_util.launch(
+            kernel,
+            *operands,
+            out=out,
+            grid=grid,
+            num_warps=num_warps,
+            over=over,
+            **limits,
+            **constants,
+        )
     else:
-        results = launch(out_type=out)
+        import jax_triton
+
+        launch = functools.partial(
+            jax_triton.triton_call,
+            *operands,
+            kernel=kernel,
+            grid=grid,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            backend_options=limits,
+            **constants,
+        )
+        if _poison:
+            filled = jax.tree.map(lambda x: in_place(_poisoned(x)), out)
+            launch(*jax.tree.leaves(filled), out_type=())
+            results = jax.tree.map(after, filled)
+        else:
+            results = launch(out_type=out)
     # Inside shard_map the call forgets over which mesh axes its results vary.
-    arrays = [operand for operand in operands if isinstance(operand, jax.Array)]
+    arrays = [x for x in map(gluon_util.array_of, operands) if isinstance(x, jax.Array)]
     varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
     if not varying:
         return results

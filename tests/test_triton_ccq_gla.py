@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import kernels
-from kernels import check, shapes, triton_util
+from kernels import check, gluon_util, shapes, triton_util
+from kernels.ccq_query import hopper, triton_tiles
 from kernels.ccq_query import triton as ccq
-from kernels.ccq_query import triton_tiles
 
 OPERATORS = ("ccq_query", "gated_linear_attention")
 STATIC = {"ccq_query": {"centered": True}, "gated_linear_attention": {"scale": 0.5}}
@@ -95,6 +95,37 @@ def test_a_table_cannot_ask_for_tiles_that_are_miscompiled(tiles):
     assert (config["BT"], config["S"]) == (64, 128)
 
 
+@pytest.mark.parametrize(
+    "kind, width, dtype, chunk, mode, expected",
+    [
+        (H200, 128, "bfloat16", 128, "all", True),
+        ("NVIDIA H100 80GB HBM3", 64, "float16", 128, "resets", True),
+        (H200, 128, "bfloat16", 128, "decay", False),
+        (H200, 128, "bfloat16", 64, "all", False),
+        (H200, 256, "bfloat16", 128, "all", False),
+        (H200, 96, "bfloat16", 128, "all", False),
+        (H200, 128, "float32", 128, "all", False),
+        ("NVIDIA A100-SXM4-80GB", 128, "bfloat16", 128, "all", False),
+        ("NVIDIA B200", 128, "bfloat16", 128, "all", False),
+    ],
+)
+def test_the_read_for_hopper_is_for_what_it_can_do(
+    kind, width, dtype, chunk, mode, expected, monkeypatch
+):
+    monkeypatch.setattr(gluon_util, "_jaxlib", lambda: gluon_util)
+    monkeypatch.setattr(triton_util, "device_kind", lambda: kind)
+    q = jax.ShapeDtypeStruct((1, 1000, 2, width), jnp.dtype(dtype))
+    assert hopper.suits(q, chunk, mode) is expected
+    if chunk == 128:
+        tokens = 128 if expected or width > 128 else 64
+        assert ccq._chunks(q, None, mode) == (tokens, -(-1000 // tokens))
+
+
+def test_without_its_packages_nothing_is_for_hopper(monkeypatch):
+    monkeypatch.setattr(gluon_util, "_jaxlib", lambda: None)
+    assert not gluon_util.can_run_on(H200)
+
+
 def arguments(operator, name, dtype, decay="mild"):
     inputs = shapes.make_inputs(operator, shapes.SHAPES[name], dtype=dtype, decay=decay)
     struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -157,12 +188,15 @@ def test_segments_alone_lower_for_cuda(name, dtype, calls):
 
 
 @lowers
-def test_poisoned_outputs_are_full_of_nan_when_a_kernel_starts():
-    inputs = arguments("gated_linear_attention", "k64", "bfloat16")
+@pytest.mark.parametrize(
+    "operator, decay, calls", [("gated_linear_attention", "mild", 6), ("ccq_query", "none", 5)]
+)
+def test_poisoned_outputs_are_full_of_nan_when_a_kernel_starts(operator, decay, calls):
+    inputs = arguments(operator, "k64", "bfloat16", decay)
     with jax.sharding.use_abstract_mesh(abstract_mesh()), triton_util.poisoned_outputs():
-        lowered = jax.jit(both_ways("gated_linear_attention")).trace(*inputs)
+        lowered = jax.jit(both_ways(operator)).trace(*inputs)
         text = lowered.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("output_operand_alias") >= 6
+    assert text.count("output_operand_alias") >= calls
 
 
 @lowers
@@ -175,9 +209,10 @@ def test_one_decay_a_head_lowers_for_cuda():
 
 
 @lowers
+@pytest.mark.parametrize("decay", ["mild", "none"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_lowers_inside_shard_map(operator):
-    inputs = arguments(operator, "k64", "bfloat16")
+def test_lowers_inside_shard_map(operator, decay):
+    inputs = arguments(operator, "k64", "bfloat16", decay)
     with jax.sharding.use_abstract_mesh(abstract_mesh(2)):
         mapped = jax.shard_map(
             both_ways(operator), in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")
@@ -212,6 +247,22 @@ def test_results_and_gradients_are_those_of_float64(operator, name, dtype, optio
         if not error <= check.tolerance(tensor, dtype)
     }
     assert not too_large
+
+
+@on_gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("length", [1, 64, 127, 128, 129, 700])
+@pytest.mark.parametrize(
+    "dtype, segments, centered",
+    [("bfloat16", False, True), ("float16", True, True), ("bfloat16", True, False)],
+)
+def test_chunks_of_any_length_are_those_of_float64(width, length, dtype, segments, centered):
+    shape = shapes.Shape(2, length, 3, width, width)
+    inputs = shapes.make_inputs(
+        "ccq_query", shape, dtype=dtype, decay="none", keys="crowded", segments=segments
+    )
+    errors, _ = check.compare("ccq_query", "triton", inputs, centered=centered)
+    assert all(error <= check.tolerance(name, dtype) for name, error in errors.items()), errors
 
 
 @on_gpu
@@ -256,10 +307,11 @@ def test_a_few_tokens_are_finite(operator, length):
 
 @on_gpu
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("decay", ["mild", "none"])
 @pytest.mark.parametrize("operator", shapes.OPERATORS)
-def test_two_gpus_give_the_bits_of_one(operator):
+def test_two_gpus_give_the_bits_of_one(operator, decay):
     shape = shapes.SHAPES["k64"]
-    inputs = shapes.make_inputs(operator, shape, dtype="bfloat16", segments=True)
+    inputs = shapes.make_inputs(operator, shape, dtype="bfloat16", decay=decay, segments=True)
 
     def gradients(inputs):
         ids = inputs.pop("segment_ids")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from pipelines import overwritten_while_read
 
-from kernels import shapes, triton_util
+from kernels import gluon_util, shapes, triton_util
 
 compiles = pytest.mark.skipif(
     triton_util.missing_packages() is not None, reason=str(triton_util.missing_packages())
@@ -92,6 +92,7 @@ def ttgir(kernel, arrays, constants):
         ("gated_linear_attention", {"scale": 0.5}),
         ("ccq_query", {"centered": True}),
         ("ccq_query", {"centered": True, "only_segments": True}),
+        ("ccq_query", {"centered": True, "only_segments": True, "chunk_size": 64}),
     ],
 )
 def test_no_tile_is_overwritten_while_it_is_read(
@@ -99,6 +100,8 @@ def test_no_tile_is_overwritten_while_it_is_read(
 ):
     shape = shapes.Shape(1, 256, 1, width, value_width)
     found = launches(operator, shape, monkeypatch, **options)
-    assert len(found) >= 4
+    # Gluon pipelines nothing by itself.
+    found = [x for x in found if not gluon_util.is_gluon(x[0])]
+    assert len(found) >= 3
     for kernel, arrays, constants in found:
         assert not overwritten_while_read(ttgir(kernel, arrays, dict(constants))), kernel

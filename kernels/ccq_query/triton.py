@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels import triton_util
-from kernels.ccq_query import triton_tiles
+from kernels.ccq_query import hopper, triton_tiles
 from kernels.ccq_query.state import CCQState
+from kernels.triton_util import f32, like
 
 unavailable = triton_util.unavailable
 HINTS = (
@@ -67,7 +68,7 @@ def forward(
 
     batch, length, heads, width = q.shape
     mode = _mode(q, log_decay, only_segments)
-    chunk, chunks = _chunks(q, chunk_size)
+    chunk, chunks = _chunks(q, chunk_size, mode)
     static = {"H": heads, "K": width, "C": chunk, "CENTERED": centered}
     static |= {"HAS_DECAY": mode == "decay", "RESETS": mode == "resets"}
     raw = mode != "decay" and q.dtype != jnp.float32
@@ -111,20 +112,27 @@ def forward(
         ),
         FIRST_WALK=False,
     )
-    config = triton_tiles.of("read", q, chunk, mode)
     scalar, unused = f32((batch, length, heads)), f32((1,))
-    p = scalar if mode == "decay" else unused
-    out, p, r, mean_q, n, *_ = triton_util.call(
-        triton_kernels.read_kernel,
-        *(q, k, lam, coarse, fine, starts, q, counts, counts, means, mean_parts, states, length),
-        out=(*(like(q), p, scalar, scalar, scalar, unused), unused, like(q, (1,)), unused, unused),
-        grid=(chunk // config["R"] * chunks * batch * heads,),
-        BACKWARD=False,
-        **static,
-        **config,
-    )
+    of_keys = (counts, means, mean_parts, states)
+    if hopper.suits(q, chunk, mode):
+        out, r, mean_q, n = hopper.read(q, k, q, lam, starts, lam, of_keys, mode, centered)
+        p = lam
+    else:
+        config = triton_tiles.of("read", q, chunk, mode)
+        out, p, r, mean_q, n, *_ = triton_util.call(
+            triton_kernels.read_kernel,
+            *(q, k, lam, coarse, fine, starts, q, counts, *of_keys, length),
+            out=(
+                *(like(q), scalar if mode == "decay" else unused, scalar, scalar, scalar),
+                *(unused, unused, like(q, (1,)), unused, unused),
+            ),
+            grid=(chunk // config["R"] * chunks * batch * heads,),
+            BACKWARD=False,
+            **static,
+            **config,
+        )
     inputs = (q, k, lam, log_decay, initial_state)
-    statistics = (counts, means, mean_parts, states, n, p, r, mean_q)
+    statistics = (*of_keys, n, p, r, mean_q)
     return out, CCQState(*state), Residuals(*inputs, *statistics, weighed[2:], of_parts[0])
 
 
@@ -145,30 +153,38 @@ def backward(
     counts, means, mean_parts, states, n, p, r, mean_q, decays, part_counts = residuals[5:]
     batch, length, heads, width = q.shape
     mode = _mode(q, log_decay, only_segments)
-    chunk, chunks = _chunks(q, chunk_size)
+    chunk, chunks = _chunks(q, chunk_size, mode)
     static = {"H": heads, "K": width, "C": chunk, "CENTERED": centered}
     static |= {"HAS_DECAY": mode == "decay", "RESETS": mode == "resets"}
     coarse, fine, starts, to_end, factors = decays
     scalar, unused = f32((batch, length, heads)), f32((1,))
     d_out = d_out.astype(q.dtype)
 
-    config = triton_tiles.of("read_backward", q, chunk, mode)
-    blocks = chunk // config["R"]
-    terms = batch, heads, chunks, blocks
     if_decays = lambda shape: f32(shape) if mode == "decay" else unused
-    d_q, p_g, _, mean_g, _, d_lam, past, shares, h_terms, kappa_terms = triton_util.call(
-        triton_kernels.read_kernel,
-        *(d_out, k, lam, coarse, fine, starts, q, r, counts, means, mean_parts, states, length),
-        out=(
-            *(like(q), if_decays(scalar.shape), unused, scalar, unused),
-            scalar if mode == "decay" else like(lam),
-            *(if_decays(scalar.shape), like(q), f32((*terms, width)), if_decays(terms)),
-        ),
-        grid=(blocks * chunks * batch * heads,),
-        BACKWARD=True,
-        **static,
-        **config,
-    )
+    if hopper.suits(q, chunk, mode):
+        of_keys = (counts, means, mean_parts, states)
+        d_q, mean_g, d_lam, shares, h_terms = hopper.read(
+            d_out, k, q, lam, starts, r, of_keys, mode, centered, backward=True
+        )
+        p_g = past = kappa_terms = lam
+        blocks = h_terms.shape[3]
+    else:
+        config = triton_tiles.of("read_backward", q, chunk, mode)
+        blocks = chunk // config["R"]
+        terms = batch, heads, chunks, blocks
+        d_q, p_g, _, mean_g, _, d_lam, past, shares, h_terms, kappa_terms = triton_util.call(
+            triton_kernels.read_kernel,
+            *(d_out, k, lam, coarse, fine, starts, q, r, counts, means, mean_parts, states, length),
+            out=(
+                *(like(q), if_decays(scalar.shape), unused, scalar, unused),
+                scalar if mode == "decay" else like(lam),
+                *(if_decays(scalar.shape), like(q), f32((*terms, width)), if_decays(terms)),
+            ),
+            grid=(blocks * chunks * batch * heads,),
+            BACKWARD=True,
+            **static,
+            **config,
+        )
     config = triton_tiles.of("adjoint", q, chunk, mode)
     rows, tiles = -(-width // config["BT"]), _triangle(width, config["BT"])
     parts = _parts(q)
@@ -232,14 +248,6 @@ def backward(
     return d_q, d_k, d_lam, d_log_decay, d_initial
 
 
-def f32(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def like(x: Array, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype)
-
-
 def _mode(q: Array, log_decay: Array | None, only_segments: bool) -> str:
     """Whose keys count for a token: "all", since the last of "resets", or all with "decay"."""
     if log_decay is None:
@@ -247,13 +255,14 @@ def _mode(q: Array, log_decay: Array | None, only_segments: bool) -> str:
     return "resets" if only_segments and q.dtype != jnp.float32 else "decay"
 
 
-def _chunks(q: Array, chunk_size: int | None) -> tuple[int, int]:
+def _chunks(q: Array, chunk_size: int | None, mode: str) -> tuple[int, int]:
     """Tokens a chunk, and chunks. Longer ones write fewer states, and take more work inside."""
     width = q.shape[-1]
     if q.dtype == jnp.float32:
         chunk = min(chunk_size or 64, 64)
     else:
-        chunk = min(max(chunk_size or (128 if width > 128 else 64), triton_tiles.NARROWEST), 128)
+        best = 128 if width > 128 or hopper.suits(q, 128, mode) else 64
+        chunk = min(max(chunk_size or best, triton_tiles.NARROWEST), 128)
     return chunk, -(-q.shape[1] // chunk)
 
 

@@ -1,0 +1,77 @@
+"""The call of `triton_hopper`'s kernel, which takes the place of `triton_kernels.read_kernel` where it can.
+
+This module imports without Triton or jax-triton installed.
+"""
+
+from jaxtyping import Array, Float, Int
+
+from kernels import gluon_util, triton_util
+from kernels.gluon_util import Tiles
+from kernels.triton_util import f32, like
+
+
+def suits(q: Array, chunk: int, mode: str) -> bool:
+    """Whether the kernel can do it: keys of equal weights, and all of a chunk in shared memory."""
+    fits = chunk == 128 and q.shape[-1] in (64, 128) and q.dtype.itemsize == 2
+    return fits and mode != "decay" and gluon_util.can_run_on(triton_util.device_kind())
+
+
+def read(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    other: Float[Array, "B T H K"],
+    lam: Float[Array, "B T H"],
+    starts: Int[Array, "B T"],
+    other_r: Float[Array, "B T H"],
+    of_keys: tuple[Array, Array, Array, Array],
+    mode: str,
+    centered: bool,
+    backward: bool = False,
+) -> tuple[Array, ...]:
+    """The results of `read_kernel` that are not empty: out, r, q . mean, n; or d_q, g . mean, d_lam, shares, h_terms.
+
+    Args:
+      q: queries or, backward, the gradient g of the clean ones.
+      k: keys.
+      other: backward, the queries.
+      lam: strengths.
+      starts: with mode "resets", where in its chunk each token's segment starts.
+      other_r: backward, the queries' r.
+      of_keys: counts, means, their parts, and covariances at the chunks' starts.
+      mode: "all" or "resets".
+      centered: as in `ccq_query`.
+      backward: which of both.
+    """
+    from kernels.ccq_query import triton_hopper
+
+    counts, means, mean_parts, states = of_keys
+    batch, length, heads, width = q.shape
+    rows, groups = triton_hopper.R.value, triton_hopper.GROUPS.value
+    chunks = counts.shape[2] - 1
+    items = chunks * batch * heads
+    of_tokens = (batch, length, heads * width)
+    tokens = lambda x, n: Tiles(x.reshape(of_tokens), (1, n, width))
+    scalar, unused = f32((batch, length, heads)), f32((1,))
+    if backward:
+        scalars = unused, scalar, unused, like(lam)
+        rest = like(q, of_tokens), f32((batch, heads, chunks, groups, width))
+    else:
+        scalars = scalar, scalar, scalar, unused
+        rest = like(q, (1, 1, width)), unused
+    out, r, mean_q, n, d_lam, shares, h_terms = triton_util.call(
+        triton_hopper.read_kernel,
+        *(tokens(q, rows), tokens(k, groups * rows), tokens(other, rows)),
+        Tiles(mean_parts.reshape(-1, width), (triton_hopper.MEAN_ROWS.value, width)),
+        Tiles(states.reshape(1, -1, width), (1, rows, width)),
+        *(lam, starts, other_r, counts, means, length, items),
+        out=(
+            Tiles(like(q, of_tokens), (1, rows, width)),
+            *(*scalars, Tiles(rest[0], (1, rows, width)), rest[1]),
+        ),
+        grid=(min(items, triton_util.num_cores()),),
+        **{"H": heads, "K": width, "RESETS": mode == "resets", "CENTERED": centered},
+        **{"BACKWARD": backward, "num_warps": 4, "num_stages": 1},
+    )
+    if backward:
+        return out.reshape(q.shape), mean_q, d_lam, shares.reshape(q.shape), h_terms
+    return out.reshape(q.shape), r, mean_q, n

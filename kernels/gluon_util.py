@@ -1,0 +1,174 @@
+"""Calls Gluon kernels whose warps are specialised.
+
+jax-triton 0.4.1 starts such a kernel without the warps that it adds, and knows no tile descriptors of
+Triton 3.7.1. So the call is put together here, from what jaxlib has for jax-triton.
+This module imports without Triton or jax-triton installed.
+"""
+
+import dataclasses
+import functools
+import importlib
+import re
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Of the devices that have the instructions of compute capability 9.0a, and no others.
+HOPPER = r"\b(H20|H100|H200|H800|GH200)\b"
+CAPABILITY = 90
+TARGET = "triton_kernel_call_ffi"
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+SWIZZLE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """An array of 16-bit elements, or the shape of a result, that a kernel copies in blocks."""
+
+    array: Any
+    block: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array."""
+        return self.array.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Of the array."""
+        return self.array.dtype
+
+
+def can_run_on(kind: str) -> bool:
+    """Whether kernels for Hopper can be compiled here and run on a device of this kind."""
+    return re.search(HOPPER, kind) is not None and _jaxlib() is not None
+
+
+@functools.cache
+def _jaxlib() -> Any:
+    """jaxlib's part of Triton calls, None where it has none that copies tiles."""
+    try:
+        importlib.import_module("triton.experimental.gluon")
+        # Registers the call's target with XLA.
+        importlib.import_module("jax_triton")
+        module = importlib.import_module("jax._src.lib").gpu_triton
+    except (ImportError, AttributeError):
+        return None
+    return module if hasattr(module, "create_tma_descriptor_parameter") else None
+
+
+def is_gluon(kernel: Any) -> bool:
+    """Whether a kernel is under `gluon.jit`, not `triton.jit`."""
+    return type(kernel).__name__ == "GluonJITFunction"
+
+
+def launch(
+    kernel: Any,
+    *operands: Any,
+    out: Any,
+    grid: tuple[int, ...],
+    num_warps: int,
+    over: Any = None,
+    maxnreg: int | None = None,
+    **constants: Any,
+) -> Any:
+    """As `triton_util.call`, with `Tiles` among operands and results.
+
+    Args:
+      kernel: a function under `gluon.jit`.
+      operands: arrays, `Tiles` and whole numbers.
+      out: its results, after the operands.
+      grid: blocks along up to three axes.
+      num_warps: warps a block of the default partition.
+      over: arrays like `out` that the results are written over.
+      maxnreg: registers a thread at the start.
+      constants: constexpr arguments.
+    """
+    results, tree = jax.tree.flatten(out)
+    arguments = (*operands, *results)
+    names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
+    signature = tuple(zip(names, map(_type, arguments), strict=True))
+    code = _compiled(kernel, signature, tuple(sorted(constants.items())), num_warps, maxnreg)
+    opaque = zlib.compress(_call(code, arguments, grid).to_proto(code.metadata.name, b""))
+    arrays = [array_of(x) for x in operands if not isinstance(x, int)]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
+    given = [] if over is None else jax.tree.leaves(over)
+    aliases = {len(arrays) + i: i for i in range(len(given))}
+    called = jax.ffi.ffi_call(TARGET, shapes, input_output_aliases=aliases)
+    return jax.tree.unflatten(tree, called(*arrays, *given, opaque=opaque))
+
+
+def array_of(x: Any) -> Any:
+    """An argument's array."""
+    return x.array if isinstance(x, Tiles) else x
+
+
+def _type(x: Any) -> str:
+    if isinstance(x, int):
+        return "i32"
+    name = TYPES[jnp.dtype(x.dtype).name]
+    if not isinstance(x, Tiles):
+        return "*" + name
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    layout = NVMMASharedLayout(SWIZZLE, 16, len(x.block))
+    return f"tensordesc<{name}[{','.join(map(str, x.block))}],{layout!r}>"
+
+
+@functools.cache
+def _compiled(
+    kernel: Any,
+    signature: tuple[tuple[str, str], ...],
+    constants: tuple[tuple[str, Any], ...],
+    num_warps: int,
+    maxnreg: int | None,
+) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    types = dict(signature) | {name: "constexpr" for name, _ in constants}
+    names = [parameter.name for parameter in kernel.params]
+    fixed = {(names.index(name),): value for name, value in constants}
+    aligned = [names.index(name) for name, kind in signature if kind.startswith("*")]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = GluonASTSource(kernel, {name: types[name] for name in names}, fixed, attributes)
+    options = {"num_warps": num_warps} | ({} if maxnreg is None else {"maxnreg": maxnreg})
+    return triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+
+
+def _call(code: Any, arguments: tuple[Any, ...], grid: tuple[int, ...]) -> Any:
+    """jaxlib's form of one call of a compiled kernel."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    jaxlib, about = _jaxlib(), code.metadata
+    kernel = jaxlib.TritonKernel(
+        *(about.name, about.num_warps, 1, about.shared, code.asm["ptx"], "", CAPABILITY)
+    )
+    tiles = iter(about.tensordesc_meta or ())
+    parameters = []
+    for x in arguments:
+        if isinstance(x, int):
+            parameters.append(jaxlib.create_scalar_parameter(x, "i32"))
+        elif isinstance(x, Tiles):
+            tile, shape = next(tiles), x.shape
+            strides = [1]
+            for size in shape[:0:-1]:
+                strides.insert(0, strides[0] * size)
+            parameters.append(
+                jaxlib.create_tma_descriptor_parameter(
+                    elem_type=TMA_DTYPE_DEVICE_TO_HOST[tile["elem_type"]],
+                    swizzle=tile["swizzle"],
+                    shape=shape,
+                    strides=tuple(strides),
+                    block_shape=tile["block_size"],
+                    oob_fill=0,
+                )
+            )
+            parameters += [jaxlib.create_scalar_parameter(size, "i32") for size in shape]
+            parameters += [jaxlib.create_scalar_parameter(stride, "i64") for stride in strides]
+        else:
+            parameters.append(jaxlib.create_array_parameter(0, 16))
+    return jaxlib.TritonKernelCall(kernel, *grid, *(1,) * (3 - len(grid)), parameters)
