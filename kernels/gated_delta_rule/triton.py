@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels import triton_util
+from kernels.gated_delta_rule import hopper
 
 NAME = "gated_delta_rule"
 GATE_ROWS = 5
@@ -236,23 +237,28 @@ def _gradient(inputs, gates, d_out, d_v, u, states, d_states, scale):
     batch, length, heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
     chunk = gates.shape[-1]
-    config = _config("gradient", inputs, chunk)
-    # Value heads that share a key head add up in float32.
-    per_head = q.dtype if value_heads == heads else jnp.float32
-    columns = _blocks(key_dim, config["BLOCK_K"])
-    keys = jax.ShapeDtypeStruct((batch, length, value_heads, key_dim), per_head)
-    gate_parts = jax.ShapeDtypeStruct((columns, batch, length, value_heads), jnp.float32)
-    d_q, d_k, d_decay, d_beta = triton_util.call(
-        triton_kernels.gradient_kernel,
-        *(q, k, log_decay, beta, gates, d_out, d_v, u, states, d_states),
-        out=(keys, keys, gate_parts, gate_parts),
-        grid=(columns * batch * value_heads * gates.shape[2],),
-        T=length,
-        scale=scale,
-        V=value_dim,
-        **_static(inputs, chunk),
-        **config,
-    )
+    if hopper.suits(k, v, chunk):
+        d_q, d_k, d_decay, d_beta = hopper.gradient(
+            *(q, k, log_decay, beta, gates, d_out, d_v, u, states, d_states, scale)
+        )
+    else:
+        config = _config("gradient", inputs, chunk)
+        # Value heads that share a key head add up in float32.
+        per_head = q.dtype if value_heads == heads else jnp.float32
+        columns = _blocks(key_dim, config["BLOCK_K"])
+        keys = jax.ShapeDtypeStruct((batch, length, value_heads, key_dim), per_head)
+        gate_parts = jax.ShapeDtypeStruct((columns, batch, length, value_heads), jnp.float32)
+        d_q, d_k, d_decay, d_beta = triton_util.call(
+            triton_kernels.gradient_kernel,
+            *(q, k, log_decay, beta, gates, d_out, d_v, u, states, d_states),
+            out=(keys, keys, gate_parts, gate_parts),
+            grid=(columns * batch * value_heads * gates.shape[2],),
+            T=length,
+            scale=scale,
+            V=value_dim,
+            **_static(inputs, chunk),
+            **config,
+        )
     if value_heads != heads:
         shape = (batch, length, heads, value_heads // heads, key_dim)
         d_q, d_k = (x.reshape(shape).sum(3).astype(q.dtype) for x in (d_q, d_k))
