@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from kernels import gated_delta_rule, shapes, triton_util, tune
+from kernels import check, gated_delta_rule, gluon_util, shapes, triton_util, tune
+from kernels.gated_delta_rule import hopper
 from kernels.gated_delta_rule import triton as gdn
 
 H200 = "NVIDIA H200"
@@ -211,6 +212,7 @@ def both_ways(*inputs):
     "name, dtype",
     [
         ("k64", "bfloat16"),
+        ("k128", "bfloat16"),
         ("token", "bfloat16"),
         ("odd", "float32"),
         ("grouped", "bfloat16"),
@@ -230,10 +232,54 @@ def test_gated_delta_rule_lowers_for_cuda(name, dtype):
 
 
 @lowers
-def test_gated_delta_rule_lowers_inside_shard_map():
-    inputs = structs(shapes.SHAPES["short"]._replace(batch=2), "bfloat16")
+@pytest.mark.parametrize("name", ["short", "k128"])
+def test_gated_delta_rule_lowers_inside_shard_map(name):
+    inputs = structs(shapes.SHAPES[name]._replace(batch=2), "bfloat16")
     batch = PartitionSpec("data")
     with jax.sharding.use_abstract_mesh(abstract_mesh(2)):
         mapped = jax.shard_map(both_ways, in_specs=batch, out_specs=batch)
         lowered = jax.jit(mapped).trace(*inputs).lower(lowering_platforms=("cuda",))
     assert lowered.out_info[0].shape == inputs[2].shape
+
+
+@pytest.mark.parametrize(
+    "kind, heads, key_dim, value_heads, value_dim, dtype, chunk, expected",
+    [
+        (H200, 2, 128, 2, 128, "bfloat16", 64, True),
+        ("NVIDIA H100 80GB HBM3", 2, 256, 2, 64, "float16", 64, True),
+        (H200, 2, 64, 2, 128, "bfloat16", 64, False),
+        (H200, 2, 192, 2, 128, "bfloat16", 64, False),
+        (H200, 2, 512, 2, 128, "bfloat16", 64, False),
+        (H200, 2, 128, 2, 96, "bfloat16", 64, False),
+        (H200, 2, 128, 4, 128, "bfloat16", 64, False),
+        (H200, 2, 128, 2, 128, "bfloat16", 32, False),
+        (H200, 2, 128, 2, 128, "float32", 64, False),
+        ("NVIDIA B200", 2, 128, 2, 128, "bfloat16", 64, False),
+    ],
+)
+def test_the_gradients_for_hopper_are_for_what_they_can_do(
+    kind, heads, key_dim, value_heads, value_dim, dtype, chunk, expected, monkeypatch
+):
+    monkeypatch.setattr(gluon_util, "_jaxlib", lambda: gluon_util)
+    monkeypatch.setattr(triton_util, "device_kind", lambda: kind)
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    k, v = struct(1, 1000, heads, key_dim), struct(1, 1000, value_heads, value_dim)
+    assert hopper.suits(k, v, chunk) is expected
+
+
+@pytest.mark.skipif(triton_util.unavailable() is not None, reason=str(triton_util.unavailable()))
+@pytest.mark.parametrize("key_dim, value_dim", [(128, 128), (128, 64), (256, 512)])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 700])
+@pytest.mark.parametrize(
+    "dtype, decay, segments",
+    [("bfloat16", "mild", False), ("float16", "mixed", True), ("bfloat16", "strong", False)],
+)
+def test_chunks_of_any_length_are_those_of_float64(
+    key_dim, value_dim, length, dtype, decay, segments
+):
+    shape = shapes.Shape(2, length, 3, key_dim, value_dim)
+    inputs = shapes.make_inputs(
+        "gated_delta_rule", shape, dtype=dtype, decay=decay, keys="crowded", segments=segments
+    )
+    errors, _ = check.compare("gated_delta_rule", "triton", inputs)
+    assert all(error <= check.tolerance(name, dtype) for name, error in errors.items()), errors

@@ -15,7 +15,7 @@ TILE = 64
 def suits(k: Float[Array, "B T H K"], v: Float[Array, "B T HV V"], chunk: int) -> bool:
     """Whether the kernel can do it: whole tiles, and gradients of each head in 16 bits."""
     (heads, width), (value_heads, value_width) = k.shape[2:], v.shape[2:]
-    whole = chunk == TILE and width % (2 * TILE) == 0 and value_width % TILE == 0
+    whole = chunk == TILE and width in (2 * TILE, 4 * TILE) and value_width % TILE == 0
     fits = whole and heads == value_heads and k.dtype.itemsize == 2
     return fits and gluon_util.can_run_on(triton_util.device_kind())
 

@@ -124,6 +124,17 @@ def differentiate(
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         batch, head, chunk, tile, pair = place_of(item, chunks, H, K)
+        # Asked for long before they are used.
+        mine = gates + tile.to(gl.int64) * (GATE_ROWS * C)
+        live = i < length - chunk * C
+        row = (batch.to(gl.int64) * length + chunk * C + i) * H + head
+        g = gl.load(log_decay + row, mask=live, other=0.0).to(gl.float32)
+        strength = gl.load(beta + row, mask=live, other=0.0).to(gl.float32)
+        strength = gl.where(gl.abs(strength) < SMALLEST_BETA, SMALLEST_BETA, strength)
+        coarse_i, fine_i = gate(mine, COARSE_ROW, i), gate(mine, FINE_ROW, i)
+        start, end = gate(mine, START_ROW, i), gate(mine, END_ROW, i)
+        resets_i = gate(mine, RESETS_ROW, i)
+        carried = gl.load(mine + START_ROW * C + C - 1)
         dq = gl.zeros([C, C], gl.float32, layout)
         dk_read = gl.zeros([C, C], gl.float32, layout)
         dk_write = gl.zeros([C, C], gl.float32, layout)
@@ -131,6 +142,10 @@ def differentiate(
         y = gl.zeros([C, C], gl.float32, layout)
         trace = gl.zeros([C, C], gl.float32, down).reshape([4, 16, C])
         trace = gl.sum(trace, 1)
+        if turn > 0:
+            # The last gradients have left.
+            tma.store_wait(0)
+            release(token_empty.index(GROUP))
         for _ in range(V // C):
             mbarrier.wait(ring_full.index(step % RING), step // RING & 1)
             at_ring = step % RING * TILES
@@ -147,15 +162,9 @@ def differentiate(
             release(ring_empty.index(step % RING))
             step += 1
 
-        mine = gates + tile.to(gl.int64) * (GATE_ROWS * C)
-        resets_i, resets_j = gate(mine, RESETS_ROW, i), gate(mine, RESETS_ROW, j)
-        start, end = gate(mine, START_ROW, i), gate(mine, END_ROW, i)
-        live = i < length - chunk * C
-        row = (batch.to(gl.int64) * length + chunk * C + i) * H + head
-        strength = gl.load(beta + row, mask=live, other=0.0).to(gl.float32)
-        strength = gl.where(gl.abs(strength) < SMALLEST_BETA, SMALLEST_BETA, strength)
-        coarse = gate(mine, COARSE_ROW, i)[:, None] - gate(mine, COARSE_ROW, j)[None, :]
-        fine = gate(mine, FINE_ROW, i)[:, None] - gate(mine, FINE_ROW, j)[None, :]
+        coarse = coarse_i[:, None] - gate(mine, COARSE_ROW, j)[None, :]
+        fine = fine_i[:, None] - gate(mine, FINE_ROW, j)[None, :]
+        resets_j = gate(mine, RESETS_ROW, j)
         reached = lower & (resets_i[:, None] == resets_j[None, :])
         decay = gl.exp2(gl.where(reached, coarse + fine, float("-inf")) * LOG2_E)
         # y is dv (beta u)^T; its diagonal is beta^2 times the gradient of beta.
@@ -171,20 +180,23 @@ def differentiate(
         keys = k_tile.load(layout).to(gl.float32)
         dk = (end / strength)[:, None] * dk_write
         leaving = gl.sum(keys * dk, 1)
-        dk = warpgroup_mma(to_q.permute((1, 0)), q_tile, dk)
-        dk = warpgroup_mma(to_k.permute((1, 0)), k_tile, dk)
+        dk_read = -start[:, None] * dk_read
+        dq = (scale * start)[:, None] * dq
+        dk = warpgroup_mma(to_q.permute((1, 0)), q_tile, dk, is_async=True)
+        dk = warpgroup_mma(to_k.permute((1, 0)), k_tile, dk, is_async=True)
+        dk_read = warpgroup_mma(to_k, k_tile, dk_read, is_async=True)
+        dq = warpgroup_mma(to_q, k_tile, dq, is_async=True)
+        dk, dk_read, dq = warpgroup_mma_wait(0, deps=[dk, dk_read, dq])
         within = leaving - gl.sum(keys * dk, 1)
-        dk_read = warpgroup_mma(to_k, k_tile, -start[:, None] * dk_read)
         within += gl.sum(keys * dk_read, 1)
-        dk += dk_read
-        dq = warpgroup_mma(to_q, k_tile, (scale * start)[:, None] * dq)
         within += gl.sum(q_tile.load(layout).to(gl.float32) * dq, 1)
+        dk += dk_read
         of_decay = gl.where(reached, within[:, None], 0.0)
         of_decay += gl.where(lower, 0.0, leaving[:, None])
         of_decay = gl.convert_layout(gl.sum(of_decay, 0), by_row)
-        passing = gl.load(mine + START_ROW * C + C - 1) * gl.sum(gl.sum(trace, 1), 0)
-        of_decay += passing
+        of_decay += carried * gl.sum(gl.sum(trace, 1), 0)
 
+        gl.barrier()  # all have read both tiles
         q_tile.store(dq.to(dtype))
         k_tile.store(dk.to(dtype))
         fence_async_shared()
@@ -192,15 +204,13 @@ def differentiate(
         at = [batch, chunk * C, head * K + (pair * GROUPS + GROUP) * C]
         tma.async_copy_shared_to_global(d_q, at, tokens.index(2 * GROUP))
         tma.async_copy_shared_to_global(d_k, at, tokens.index(2 * GROUP + 1))
-        tma.store_wait(0)
-        release(token_empty.index(GROUP))
-        g = gl.load(log_decay + row, mask=live, other=0.0).to(gl.float32)
         block = pair * GROUPS + GROUP
         rows = (items // (K // (GROUPS * C) * chunks * H)).to(gl.int64) * length
         row += block * rows * H
         gl.store(d_decay + row, gl.where(g < FORGET, 0.0, of_decay), mask=live)
         gl.store(d_beta + row, gl.where(block == 0, of_beta, 0.0), mask=live)
         turn += 1
+    tma.store_wait(0)
 
 
 @gluon.jit
