@@ -71,7 +71,6 @@ def launch(
     grid: tuple[int, ...],
     num_warps: int,
     over: Any = None,
-    maxnreg: int | None = None,
     **constants: Any,
 ) -> Any:
     """As `triton_util.call`, with `Tiles` among operands and results.
@@ -83,14 +82,13 @@ def launch(
       grid: blocks along up to three axes.
       num_warps: warps a block of the default partition.
       over: arrays like `out` that the results are written over.
-      maxnreg: registers a thread at the start.
       constants: constexpr arguments.
     """
     results, tree = jax.tree.flatten(out)
     arguments = (*operands, *results)
     names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
     signature = tuple(zip(names, map(_type, arguments), strict=True))
-    code = _compiled(kernel, signature, tuple(sorted(constants.items())), num_warps, maxnreg)
+    code = _compiled(kernel, signature, tuple(sorted(constants.items())), num_warps)
     opaque = zlib.compress(_call(code, arguments, grid).to_proto(code.metadata.name, b""))
     arrays = [array_of(x) for x in operands if not isinstance(x, int)]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
@@ -123,7 +121,6 @@ def _compiled(
     signature: tuple[tuple[str, str], ...],
     constants: tuple[tuple[str, Any], ...],
     num_warps: int,
-    maxnreg: int | None,
 ) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -135,8 +132,8 @@ def _compiled(
     aligned = [names.index(name) for name, kind in signature if kind.startswith("*")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = GluonASTSource(kernel, {name: types[name] for name in names}, fixed, attributes)
-    options = {"num_warps": num_warps} | ({} if maxnreg is None else {"maxnreg": maxnreg})
-    return triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+    target = GPUTarget("cuda", CAPABILITY, 32)
+    return triton.compile(source, target=target, options={"num_warps": num_warps})
 
 
 def _call(code: Any, arguments: tuple[Any, ...], grid: tuple[int, ...]) -> Any:

@@ -196,22 +196,14 @@ def call(
         write every element.
       grid: blocks along up to three axes; the first may pass 65,535.
       num_warps: warps a block.
-      num_stages: depth of the software pipeline.
-      maxnreg: registers a thread, if fewer than the compiler would take, so that more blocks fit.
+      num_stages: depth of the software pipeline, which Gluon kernels write out themselves.
+      maxnreg: registers a thread, if fewer than Triton's compiler would take, so that more blocks fit.
       constants: the kernel's constexpr arguments, and numbers that it takes by name.
     """
-    limits = {} if maxnreg is None else {"maxnreg": maxnreg}
     if gluon_util.is_gluon(kernel):
         over = jax.tree.map(_poisoned, out) if _poison else None
         results = gluon_util.launch(
-            kernel,
-            *operands,
-            out=out,
-            grid=grid,
-            num_warps=num_warps,
-            over=over,
-            **limits,
-            **constants,
+            kernel, *operands, out=out, grid=grid, num_warps=num_warps, over=over, **constants
         )
     else:
         import jax_triton
@@ -223,7 +215,7 @@ def call(
             grid=grid,
             num_warps=num_warps,
             num_stages=num_stages,
-            backend_options=limits,
+            backend_options={} if maxnreg is None else {"maxnreg": maxnreg},
             **constants,
         )
         if _poison:

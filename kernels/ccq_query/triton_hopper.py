@@ -7,9 +7,6 @@ A buffer is `full` when its tile has come, and `empty` again when all groups tha
 is written goes where the queries were, and from there to memory.
 """
 
-# mypy: ignore-errors
-# In Gluon a tuple may grow in a loop that is unrolled.
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -19,13 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from kernels.ccq_query.triton_kernels import MEAN_PARTS
+from kernels.gluon_blocks import release
+
 # Rows of a group and of a tile of the state.
 R = gl.constexpr(64)
 GROUPS = gl.constexpr(2)
 C = gl.constexpr(128)
 # Tiles of the state, and of `other`, that are held or on their way.
 RING = gl.constexpr(4)
-MEAN_PARTS = gl.constexpr(3)
 # Rows that products take at least; of a mean's parts the others are not looked at.
 MEAN_ROWS = gl.constexpr(8)
 
@@ -87,12 +86,6 @@ def wait_next(ring, full, step):
     slot = step % RING
     mbarrier.wait(full.index(slot), step // RING & 1)
     return ring.index(slot).reshape([ring.shape[2], ring.shape[3]])
-
-
-@gluon.jit
-def release(empty):
-    gl.barrier()
-    mbarrier.arrive(empty, count=1)
 
 
 @gluon.jit

@@ -16,11 +16,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-FORGET = gl.constexpr(-104.0)
-SMALLEST_BETA = gl.constexpr(1e-12)
-COARSE_ROW, FINE_ROW, RESETS_ROW, START_ROW, END_ROW = (gl.constexpr(i) for i in range(5))
-GATE_ROWS = gl.constexpr(5)
-LOG2_E = gl.constexpr(1.4426950408889634)
+from kernels.gated_delta_rule.triton_kernels import (
+    COARSE_ROW,
+    END_ROW,
+    FINE_ROW,
+    GATE_ROWS,
+    RESETS_ROW,
+    SMALLEST_BETA,
+    START_ROW,
+)
+from kernels.gluon_blocks import release
+from kernels.triton_blocks import FORGET, LOG2_E
+
 # Tokens of a chunk, a group's columns of K and a step's of V: all tiles are squares.
 C = gl.constexpr(64)
 GROUPS = gl.constexpr(2)
@@ -84,12 +91,6 @@ def load_steps(
 @gluon.jit
 def square(tiles, n):
     return tiles.index(n).reshape([C, C])
-
-
-@gluon.jit
-def release(empty):
-    gl.barrier()
-    mbarrier.arrive(empty, count=1)
 
 
 @gluon.jit
