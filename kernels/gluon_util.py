@@ -10,7 +10,8 @@ import functools
 import importlib
 import re
 import zlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ def launch(
     names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
     signature = tuple(zip(names, map(_type, arguments), strict=True))
     code = _compiled(kernel, signature, tuple(sorted(constants.items())), num_warps)
-    opaque = zlib.compress(_call(code, arguments, grid).to_proto(code.metadata.name, b""))
+    opaque = zlib.compress(_call(code, arguments, grid).to_proto(code.about["name"], b""))
     arrays = [array_of(x) for x in operands if not isinstance(x, int)]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
     given = [] if over is None else jax.tree.leaves(over)
@@ -115,15 +116,24 @@ def _type(x: Any) -> str:
     return f"tensordesc<{name}[{','.join(map(str, x.block))}],{layout!r}>"
 
 
+class Code(NamedTuple):
+    """A compiled kernel: its PTX, and what Triton says about it."""
+
+    ptx: str
+    about: dict[str, Any]
+
+
 @functools.cache
 def _compiled(
     kernel: Any,
     signature: tuple[tuple[str, str], ...],
     constants: tuple[tuple[str, Any], ...],
     num_warps: int,
-) -> Any:
-    import triton
+) -> Code:
+    """As `triton.compile`, up to PTX, which XLA takes from there; nothing is written to a disk."""
+    from triton._C import libtriton
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
     from triton.experimental.gluon._runtime import GluonASTSource
 
     types = dict(signature) | {name: "constexpr" for name, _ in constants}
@@ -133,18 +143,29 @@ def _compiled(
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = GluonASTSource(kernel, {name: types[name] for name in names}, fixed, attributes)
     target = GPUTarget("cuda", CAPABILITY, 32)
-    return triton.compile(source, target=target, options={"num_warps": num_warps})
+    backend = make_backend(target)
+    options = backend.parse_options({"num_warps": num_warps} | source.parse_options())
+    context = libtriton.ir.context()
+    libtriton.ir.load_dialects(context)
+    backend.load_dialects(context)
+    stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
+    backend.add_stages(stages, options, source.language)
+    codegen = backend.get_codegen_implementation(options)
+    code = source.make_ir(target, options, codegen, backend.get_module_map(), context)
+    about = {"target": target, **vars(options)}
+    for stage in ("ttgir", "llir", "ptx"):
+        code = stages[stage](code, about)
+    return Code(code, about)
 
 
-def _call(code: Any, arguments: tuple[Any, ...], grid: tuple[int, ...]) -> Any:
+def _call(code: Code, arguments: tuple[Any, ...], grid: tuple[int, ...]) -> Any:
     """jaxlib's form of one call of a compiled kernel."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
-    jaxlib, about = _jaxlib(), code.metadata
-    kernel = jaxlib.TritonKernel(
-        *(about.name, about.num_warps, 1, about.shared, code.asm["ptx"], "", CAPABILITY)
-    )
-    tiles = iter(about.tensordesc_meta or ())
+    jaxlib, about = _jaxlib(), code.about
+    warps, shared = about["num_warps"], about["shared"]
+    kernel = jaxlib.TritonKernel(about["name"], warps, 1, shared, code.ptx, "", CAPABILITY)
+    tiles = iter(about["tensordesc_meta"])
     parameters = []
     for x in arguments:
         if isinstance(x, int):

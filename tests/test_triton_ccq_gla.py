@@ -188,6 +188,23 @@ def test_segments_alone_lower_for_cuda(name, dtype, calls):
 
 
 @lowers
+def test_the_warps_that_copy_are_started_too(monkeypatch):
+    started = []
+    call = gluon_util._call
+
+    def spy(code, arguments, grid):
+        started.append((code.about["num_warps"], grid))
+        return call(code, arguments, grid)
+
+    monkeypatch.setattr(gluon_util, "_call", spy)
+    inputs = arguments("ccq_query", "k64", "bfloat16", "none")
+    with jax.sharding.use_abstract_mesh(abstract_mesh()):
+        jax.jit(both_ways("ccq_query")).trace(*inputs).lower(lowering_platforms=("cuda",))
+    # Two groups of four compute; the sequence's chunks are fewer than multiprocessors.
+    assert started == [(12, (24,)), (12, (24,))]
+
+
+@lowers
 @pytest.mark.parametrize(
     "operator, decay, calls", [("gated_linear_attention", "mild", 6), ("ccq_query", "none", 5)]
 )
