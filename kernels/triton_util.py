@@ -22,7 +22,11 @@ from kernels import gluon_util
 TABLE = pathlib.Path(__file__).with_name("tuned.json")
 MINIMUM = {"triton": (3, 7, 1), "jax_triton": (0, 4)}
 # Opt-in shared memory of one block, in bytes, for devices that do not say it themselves.
-SHARED_MEMORY = {r"\b(H100|H200|GH200|B200|GB200|B300|GB300)\b": 232448, r"\bA(100|30)\b": 166912}
+SHARED_MEMORY = {
+    gluon_util.HOPPER: 232448,
+    r"\b(B200|GB200|B300|GB300)\b": 232448,
+    r"\bA(100|30)\b": 166912,
+}
 SMALLEST_SHARED_MEMORY = 101376
 
 # What `choose` chose last for each kernel and bucket, and after it what else fits: where `tune` starts.

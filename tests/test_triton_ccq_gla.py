@@ -283,6 +283,19 @@ def test_chunks_of_any_length_are_those_of_float64(width, length, dtype, segment
 
 
 @on_gpu
+@pytest.mark.parametrize("operator", ["ccq_query", "gated_delta_rule"])
+def test_what_other_gpus_run_in_place_of_gluon_is_right_too(operator, monkeypatch):
+    monkeypatch.setattr(gluon_util, "can_run_on", lambda kind: False)
+    jax.clear_caches()
+    inputs = shapes.make_inputs(
+        operator, shapes.SHAPES["k128"], dtype="bfloat16", decay="none", segments=True
+    )
+    errors, _ = check.compare(operator, "triton", inputs)
+    jax.clear_caches()
+    assert all(error <= check.tolerance(name, "bfloat16") for name, error in errors.items())
+
+
+@on_gpu
 @pytest.mark.parametrize("options", [{"decay": "mixed"}, {"decay": "none", "segments": True}])
 @pytest.mark.parametrize("initial_state", [True, False])
 def test_parts_of_a_sequence_add_up(options, initial_state, monkeypatch):

@@ -46,6 +46,8 @@ def launches(operator, shape, monkeypatch, **options):
 
     monkeypatch.setattr(triton_util, "call", call)
     monkeypatch.setattr(triton_util, "device_kind", lambda: H200)
+    # Triton's kernels alone: Gluon's pipeline nothing by themselves.
+    monkeypatch.setattr(gluon_util, "can_run_on", lambda kind: False)
     inputs = shapes.make_inputs(operator, shape, dtype="bfloat16")
     names = ("q", "k", "v", "lam", "log_decay", "beta", "initial_state")
     arrays = tuple(inputs[name] for name in names if name in inputs)
@@ -92,7 +94,7 @@ def ttgir(kernel, arrays, constants):
         ("gated_linear_attention", {"scale": 0.5}),
         ("ccq_query", {"centered": True}),
         ("ccq_query", {"centered": True, "only_segments": True}),
-        ("ccq_query", {"centered": True, "only_segments": True, "chunk_size": 64}),
+        ("ccq_query", {"centered": True, "only_segments": True, "chunk_size": 128}),
     ],
 )
 def test_no_tile_is_overwritten_while_it_is_read(
@@ -100,8 +102,6 @@ def test_no_tile_is_overwritten_while_it_is_read(
 ):
     shape = shapes.Shape(1, 256, 1, width, value_width)
     found = launches(operator, shape, monkeypatch, **options)
-    # Gluon pipelines nothing by itself.
-    found = [x for x in found if not gluon_util.is_gluon(x[0])]
-    assert len(found) >= 3
+    assert len(found) >= 4
     for kernel, arrays, constants in found:
         assert not overwritten_while_read(ttgir(kernel, arrays, dict(constants))), kernel
