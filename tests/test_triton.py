@@ -101,10 +101,10 @@ def test_long_sequences_of_few_heads_are_walked_in_parts(monkeypatch, length, he
 def test_a_small_device_takes_shorter_chunks(device, monkeypatch):
     q = jax.ShapeDtypeStruct((1, 64, 1, 512), jnp.bfloat16)
     device(H200)
-    assert gdn._chunk("backward", q, None) == 64
-    assert gdn._chunk("backward", q, 16) == 16
+    assert gdn._chunk("backward", q, q, None) == 64
+    assert gdn._chunk("backward", q, q, 16) == 16
     device("NVIDIA L4")
-    assert gdn._chunk("backward", q, None) == 32
+    assert gdn._chunk("backward", q, q, None) == 32
 
 
 def test_tuning_changes_one_number_at_a_time():
@@ -245,41 +245,96 @@ def test_gated_delta_rule_lowers_inside_shard_map(name):
 @pytest.mark.parametrize(
     "kind, heads, key_dim, value_heads, value_dim, dtype, chunk, expected",
     [
-        (H200, 2, 128, 2, 128, "bfloat16", 64, True),
-        ("NVIDIA H100 80GB HBM3", 2, 256, 2, 64, "float16", 64, True),
-        (H200, 2, 64, 2, 128, "bfloat16", 64, False),
-        (H200, 2, 192, 2, 128, "bfloat16", 64, False),
-        (H200, 2, 512, 2, 128, "bfloat16", 64, False),
-        (H200, 2, 128, 2, 96, "bfloat16", 64, False),
-        (H200, 2, 128, 4, 128, "bfloat16", 64, False),
-        (H200, 2, 128, 2, 128, "bfloat16", 32, False),
-        (H200, 2, 128, 2, 128, "float32", 64, False),
-        ("NVIDIA B200", 2, 128, 2, 128, "bfloat16", 64, False),
+        (H200, 2, 128, 2, 128, "bfloat16", 64, "prepare walk differentiate"),
+        ("NVIDIA H100 80GB HBM3", 2, 256, 2, 64, "float16", 64, "prepare differentiate"),
+        (H200, 2, 64, 2, 128, "bfloat16", 64, "prepare"),
+        (H200, 2, 192, 2, 128, "bfloat16", 64, ""),
+        (H200, 2, 512, 2, 128, "bfloat16", 64, ""),
+        (H200, 2, 128, 2, 96, "bfloat16", 64, "prepare"),
+        (H200, 2, 128, 4, 256, "bfloat16", 64, "prepare walk"),
+        (H200, 2, 128, 2, 128, "bfloat16", 32, ""),
+        (H200, 2, 128, 2, 128, "float32", 64, ""),
+        ("NVIDIA B200", 2, 128, 2, 128, "bfloat16", 64, ""),
     ],
 )
-def test_the_gradients_for_hopper_are_for_what_they_can_do(
+def test_the_kernels_for_hopper_are_for_what_they_can_do(
     kind, heads, key_dim, value_heads, value_dim, dtype, chunk, expected, monkeypatch
 ):
     monkeypatch.setattr(gluon_util, "_jaxlib", lambda: gluon_util)
     monkeypatch.setattr(triton_util, "device_kind", lambda: kind)
     struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     k, v = struct(1, 1000, heads, key_dim), struct(1, 1000, value_heads, value_dim)
-    assert hopper.suits(k, v, chunk) is expected
+    can = {
+        "prepare": hopper.can_prepare(k, chunk),
+        "walk": hopper.can_walk(k, value_dim, chunk),
+        "differentiate": hopper.can_differentiate(k, v, chunk),
+    }
+    assert " ".join(name for name, it_can in can.items() if it_can) == expected
 
 
-@pytest.mark.skipif(triton_util.unavailable() is not None, reason=str(triton_util.unavailable()))
-@pytest.mark.parametrize("key_dim, value_dim", [(128, 128), (128, 64), (256, 512)])
+@pytest.mark.parametrize(
+    "chunk_size, forward, backward", [(None, 64, 64), (32, 32, 32), (128, 64, 64)]
+)
+def test_walks_for_hopper_take_chunks_of_64_both_ways(
+    chunk_size, forward, backward, device, monkeypatch
+):
+    monkeypatch.setattr(gluon_util, "_jaxlib", lambda: gluon_util)
+    device(H200)
+    q, v = (jax.ShapeDtypeStruct((1, 1000, 2, width), jnp.bfloat16) for width in (256, 512))
+    assert gdn._chunk("forward", q, v, chunk_size) == forward
+    assert gdn._chunk("backward", q, v, chunk_size) == backward
+    monkeypatch.setattr(gluon_util, "_jaxlib", lambda: None)
+    assert gdn._chunk("forward", q, v, None) == 32
+
+
+on_gpu = pytest.mark.skipif(
+    triton_util.unavailable() is not None, reason=str(triton_util.unavailable())
+)
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "key_dim, value_dim, value_heads",
+    [(64, 128, 3), (128, 128, 3), (128, 64, 3), (128, 128, 6), (256, 512, 3), (256, 128, 6)],
+)
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 700])
 @pytest.mark.parametrize(
     "dtype, decay, segments",
     [("bfloat16", "mild", False), ("float16", "mixed", True), ("bfloat16", "strong", False)],
 )
 def test_chunks_of_any_length_are_those_of_float64(
-    key_dim, value_dim, length, dtype, decay, segments
+    key_dim, value_dim, value_heads, length, dtype, decay, segments
 ):
-    shape = shapes.Shape(2, length, 3, key_dim, value_dim)
+    shape = shapes.Shape(2, length, 3, key_dim, value_dim, value_heads)
     inputs = shapes.make_inputs(
         "gated_delta_rule", shape, dtype=dtype, decay=decay, keys="crowded", segments=segments
     )
     errors, _ = check.compare("gated_delta_rule", "triton", inputs)
     assert all(error <= check.tolerance(name, dtype) for name, error in errors.items()), errors
+
+
+@on_gpu
+@pytest.mark.parametrize("key_dim, value_dim", [(64, 64), (128, 128), (256, 512)])
+@pytest.mark.parametrize(
+    "decay, segments, initial_state",
+    [("mild", False, False), ("mixed", False, True), ("none", True, True)],
+)
+def test_parts_of_a_sequence_add_up(
+    key_dim, value_dim, decay, segments, initial_state, monkeypatch
+):
+    monkeypatch.setattr(gdn, "LONG", 256)
+    monkeypatch.setattr(gdn, "SHORTEST_PART", 128)
+    jax.clear_caches()
+    inputs = shapes.make_inputs(
+        "gated_delta_rule",
+        shapes.Shape(2, 1000, 2, key_dim, value_dim),
+        dtype="bfloat16",
+        decay=decay,
+        keys="crowded",
+        segments=segments,
+        initial_state=initial_state,
+    )
+    assert gdn._parts(inputs["v"]) > 1
+    errors, _ = check.compare("gated_delta_rule", "triton", inputs)
+    jax.clear_caches()
+    assert all(error <= check.tolerance(name, "bfloat16") for name, error in errors.items()), errors

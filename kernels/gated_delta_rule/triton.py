@@ -54,7 +54,7 @@ def forward(q, k, v, log_decay, beta, initial_state, *, scale, chunk_size=None):
     inputs = Inputs(q, k, v, log_decay, beta)
     parts = _parts(v)
     cut = _cut(inputs, parts)
-    chunk = _chunk("forward", q, chunk_size)
+    chunk = _chunk("forward", q, v, chunk_size)
     # Float16 keeps three more bits than bfloat16.
     prepared = _prepare(cut, scale, chunk, jnp.float32 if q.dtype == jnp.float32 else jnp.float16)
     starts, transitions = initial_state, None
@@ -63,7 +63,7 @@ def forward(q, k, v, log_decay, beta, initial_state, *, scale, chunk_size=None):
     out, _, _, last = _walk(cut, prepared, starts, scale=scale, output=True)
     state = last.reshape(-1, parts, *last.shape[1:])[:, -1]
     # The terms are small; only where the backward's chunk is another are they computed again.
-    kept = prepared if chunk == _chunk("backward", q, chunk_size) else None
+    kept = prepared if chunk == _chunk("backward", q, v, chunk_size) else None
     return out.reshape(v.shape), state, (inputs, kept, starts, transitions)
 
 
@@ -74,7 +74,7 @@ def backward(residuals, d_out, d_state, *, scale, chunk_size=None):
     parts = starts.shape[0] // batch
     cut = _cut(inputs, parts)
     d_out = d_out.reshape(cut.v.shape)
-    chunk = _chunk("backward", inputs.q, chunk_size)
+    chunk = _chunk("backward", inputs.q, inputs.v, chunk_size)
     prepared = kept or _prepare(cut, scale, chunk, inputs.q.dtype)
     _, u, states, _ = _walk(cut, prepared, starts, scale=scale, states=True)
     d_ends = d_state
@@ -152,6 +152,8 @@ def _prepare(inputs: Inputs, scale: float, chunk: int, dtype: Any) -> Prepared:
     from kernels.gated_delta_rule import triton_kernels
 
     q, k, v, log_decay, beta = inputs
+    if hopper.can_prepare(k, chunk):
+        return Prepared(*hopper.prepare(q, k, log_decay, beta, scale, dtype))
     tiles = (q.shape[0], v.shape[2], -(-q.shape[1] // chunk))
     squares = (jax.ShapeDtypeStruct((*tiles, chunk, chunk), dtype) for _ in range(2))
     rows = (jax.ShapeDtypeStruct((*tiles, x, chunk), jnp.float32) for x in (GATE_ROWS, 16))
@@ -178,6 +180,10 @@ def _walk(inputs, prepared, starts, *, scale=1.0, values=True, output=False, sta
     gates, corrections, scores = prepared
     tiles, chunk = gates.shape[:3], gates.shape[-1]
     key_dim, value_dim = starts.shape[2:]
+    if hopper.can_walk(k, value_dim, chunk):
+        return hopper.walk(
+            *(q, k, v, beta, *prepared, starts, scale), values=values, output=output, states=states
+        )
     config = _config("states" if states else "forward", inputs, chunk)
     unwritten = jax.ShapeDtypeStruct((1,), q.dtype)
     return triton_util.call(
@@ -209,6 +215,8 @@ def _walk_back(inputs, prepared, d_out, d_ends, scale, *, states=False):
     gates, corrections, scores = prepared
     tiles, chunk = gates.shape[:3], gates.shape[-1]
     key_dim, value_dim = d_ends.shape[2:]
+    if hopper.can_walk(k, value_dim, chunk):
+        return hopper.walk_back(q, k, d_out, *prepared, d_ends, scale, states=states)
     config = _config("reverse", inputs, chunk)
     unwritten = jax.ShapeDtypeStruct((1,), q.dtype)
     return triton_util.call(
@@ -237,7 +245,7 @@ def _gradient(inputs, gates, d_out, d_v, u, states, d_states, scale):
     batch, length, heads, key_dim = q.shape
     value_heads, value_dim = v.shape[2:]
     chunk = gates.shape[-1]
-    if hopper.suits(k, v, chunk):
+    if hopper.can_differentiate(k, v, chunk):
         d_q, d_k, d_decay, d_beta = hopper.gradient(
             *(q, k, log_decay, beta, gates, d_out, d_v, u, states, d_states, scale)
         )
@@ -275,15 +283,18 @@ def _blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
-def _chunk(direction: str, q: Array, chunk_size: int | None) -> int:
+def _chunk(direction: str, q: Array, v: Array, chunk_size: int | None) -> int:
     """Tokens of a chunk: as asked for up to 64, or less where shared memory is small.
 
     Wide keys leave the forward's walk short of registers, so that it takes shorter chunks; the
     backward keeps a state for each chunk, so that it takes longer ones.
     """
+    longest = min(chunk_size or 64, 64)
+    if hopper.can_walk(q, v.shape[3], longest):
+        return longest
     key_dim = q.shape[3]
     short = q.dtype == jnp.float32 or (direction == "forward" and key_dim > 128)
-    chunk = min(chunk_size or (32 if short else 64), 64)
+    chunk = min(longest, 32) if short and chunk_size is None else longest
     limit = triton_util.shared_memory(triton_util.device_kind())
     smallest = _candidates(direction, q.dtype, key_dim, 16)[-1]
     while chunk > 16 and _shared(direction, smallest, q.dtype, chunk, key_dim) > limit:

@@ -1,0 +1,389 @@
+"""The walks of `triton_kernels` on Hopper, which has the mathematics and the notation.
+
+A block walks the chunks of one head with 128 of the state's columns. Two groups of four warps have the half of the
+columns each and go at their own pace; the other warps ask for the tiles of chunks to come. A group keeps its
+state in registers, and a rounded copy in shared memory, where products read it and from where it is written.
+
+Keys, a chunk's matrices and its gates are held to its end; values and queries only pass. A buffer is `full` when its
+tiles have come, and `empty` again when both groups say so.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.gated_delta_rule.triton_kernels import END_ROW, GATE_ROWS, SMALLEST_BETA, START_ROW
+from kernels.gluon_blocks import release
+
+# Tokens of a chunk, and a group's columns of V.
+C = gl.constexpr(64)
+GROUPS = gl.constexpr(2)
+# Chunks of which what is held is there or on its way, and the lines of each: two of the gates, and beta.
+HELD = gl.constexpr(2)
+LINES = gl.constexpr(3)
+
+
+@gluon.constexpr_function
+def passing(K):
+    """Chunks of which what passes is there or on its way: wide keys leave room for one."""
+    return 2 if K <= 128 else 1
+
+
+@gluon.jit
+def load_chunks(
+    sources, vectors, tiles, bars, sequence, pair, chunks, length,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    QUERIES: gl.constexpr, VALUES: gl.constexpr, BETA: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Of each chunk the gates, k and N; with VALUES v (or d_out), with QUERIES q and P."""
+    k, q, v, corrections, scores = sources
+    gates, beta = vectors
+    ks, qs, vs, ns, ps, lines = tiles
+    held_full, held_empty, v_full, v_empty, q_full, q_empty = bars
+    PASSING: gl.constexpr = passing(K)
+    square: gl.constexpr = 2 * C * C
+    wide: gl.constexpr = 2 * C * K
+    batch, hv = sequence // HV, sequence % HV
+    head = hv // (HV // H)
+    token = gl.arange(0, C, gl.BlockedLayout([1], [32], [4], [0]))
+    gates += sequence.to(gl.int64) * chunks * (GATE_ROWS * C) + token
+    for step in range(0, chunks):
+        chunk = chunks - 1 - step if REVERSE else step
+        at = [batch, chunk * C, head * K]
+        row = (sequence * chunks + chunk) * C
+        slot = step % HELD
+        ready = held_full.index(slot)
+        mbarrier.wait(held_empty.index(slot), (step // HELD & 1) ^ 1)
+        mbarrier.expect(ready, wide + (2 * square if QUERIES else square))
+        tma.async_copy_global_to_shared(k, at, ready, ks.index(slot))
+        tma.async_copy_global_to_shared(corrections, [0, row, 0], ready, ns.index(slot))
+        if QUERIES:
+            tma.async_copy_global_to_shared(scores, [0, row, 0], ready, ps.index(slot))
+        mine = gates + chunk * (GATE_ROWS * C)
+        start = gl.load(mine + START_ROW * C)
+        end = gl.load(mine + END_ROW * C)
+        if BETA:
+            live = token < length - chunk * C
+            entry = (batch.to(gl.int64) * length + chunk * C + token) * HV + hv
+            strength = gl.load(beta + entry, mask=live, other=0.0).to(gl.float32)
+            strength = gl.where(gl.abs(strength) < SMALLEST_BETA, SMALLEST_BETA, strength)
+            lines.index(slot * LINES + 2).store(strength)
+        lines.index(slot * LINES).store(start)
+        lines.index(slot * LINES + 1).store(end)
+        release(ready)
+        slot, turn = step % PASSING, (step // PASSING & 1) ^ 1
+        if VALUES:
+            ready = v_full.index(slot)
+            mbarrier.wait(v_empty.index(slot), turn)
+            mbarrier.expect(ready, GROUPS * square)
+            for group in gl.static_range(GROUPS):
+                column = hv * V + (pair * GROUPS + group) * C
+                tile = vs.index(slot * GROUPS + group)
+                tma.async_copy_global_to_shared(v, [batch, chunk * C, column], ready, tile)
+        if QUERIES:
+            mbarrier.wait(q_empty.index(slot), turn)
+            mbarrier.expect(q_full.index(slot), wide)
+            tma.async_copy_global_to_shared(q, at, q_full.index(slot), qs.index(slot))
+
+
+@gluon.jit
+def line(lines, slot, row: gl.constexpr, layout: gl.constexpr):
+    return lines.index(slot * LINES + row).load(gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def carried(lines, slot, layout: gl.constexpr):
+    """The factor of the state over a chunk."""
+    last = lines.index(slot * LINES).slice(C - 1, 1)
+    return last.load(gl.SliceLayout(1, layout))[:, None]
+
+
+@gluon.jit
+def forward(
+    tiles, staged, bars, initial_state, outputs, sequence, pair, chunks,
+    GROUP: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, scale: gl.constexpr,
+    VALUES: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
+):  # fmt: skip
+    """The columns of one group."""
+    ks, qs, vs, ns, ps, lines = tiles
+    held_full, held_empty, v_full, v_empty, q_full, q_empty = bars
+    out, u, states, last = outputs
+    PASSING: gl.constexpr = passing(K)
+    of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, of_chunk, 2)
+    left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
+    dtype: gl.constexpr = ks.dtype
+    fine: gl.constexpr = ns.dtype
+    batch, hv = sequence // HV, sequence % HV
+    block = pair * GROUPS + GROUP
+    vc = block * C + gl.arange(0, C, gl.SliceLayout(1, of_state))
+    kc = gl.arange(0, K, gl.SliceLayout(0, of_state))
+    place = kc[None, :] * V + vc[:, None]
+    state = gl.load(initial_state + sequence.to(gl.int64) * (K * V) + place)
+    zero = gl.zeros([C, C], gl.float32, of_chunk)
+    result, copy = staged[0].index(GROUP), staged[1].index(GROUP)
+    rounded = copy.reshape([C, K])
+    for chunk in range(0, chunks):
+        row = (sequence * chunks + chunk) * V + block * C
+        if STATES:
+            tma.store_wait(1)  # the last state has left
+            gl.barrier()
+        rounded.store(state.to(dtype))
+        fence_async_shared()
+        gl.barrier()
+        if STATES:
+            tma.async_copy_shared_to_global(states, [0, row, 0], copy)
+        slot, here = chunk % HELD, chunk % PASSING
+        k_tile, n_tile = ks.index(slot).reshape([C, K]), ns.index(slot).reshape([C, C])
+        mbarrier.wait(held_full.index(slot), chunk // HELD & 1)
+        w = warpgroup_mma(rounded, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if VALUES:
+            v_tile = vs.index(here * GROUPS + GROUP).reshape([C, C])
+            mbarrier.wait(v_full.index(here), chunk // PASSING & 1)
+            values = v_tile.permute((1, 0)).load(of_chunk)
+            release(v_empty.index(here))
+        w = -line(lines, slot, 0, of_chunk) * warpgroup_mma_wait(0, deps=[w])
+        if VALUES:
+            w += values.to(gl.float32)
+        largest = gl.maximum(gl.max(gl.abs(w), 1), 1e-20)[:, None]
+        w *= 1.0 / largest
+        minus = gl.convert_layout((-w).to(fine), left)
+        writes = warpgroup_mma(minus, n_tile.permute((1, 0)), w)
+        written = writes * largest
+        if STATES:
+            x = line(lines, slot, 2, of_chunk) * written
+        written *= line(lines, slot, 1, of_chunk)
+        narrow = written.to(dtype)
+        state *= carried(lines, slot, of_state)
+        if chunk == chunks - 1:
+            # As in `triton_kernels`: nothing follows that would correct the last rounding errors.
+            rest = (written - narrow.to(gl.float32)).to(dtype)
+            state = warpgroup_mma(gl.convert_layout(rest, left_of_state), k_tile, state)
+        if OUTPUT:
+            # Later than might be, and before the state's product: less is held at a time.
+            queries = qs.index(here).reshape([C, K]).permute((1, 0))
+            share = gl.convert_layout(writes.to(fine), left)
+            mbarrier.wait(q_full.index(here), chunk // PASSING & 1)
+            x = warpgroup_mma(rounded, queries, zero, use_acc=False)
+            release(q_empty.index(here))
+            x *= scale * line(lines, slot, 0, of_chunk) / largest
+            p_tile = ps.index(slot).reshape([C, C])
+            x = warpgroup_mma(share, p_tile.permute((1, 0)), x, is_async=True)
+        narrow = gl.convert_layout(narrow, left_of_state)
+        state = warpgroup_mma(narrow, k_tile, state, is_async=True)
+        if OUTPUT:
+            state, x = warpgroup_mma_wait(0, deps=[state, x])
+            x *= largest
+        else:
+            state = warpgroup_mma_wait(0, deps=[state])
+        tma.store_wait(1 if STATES else 0)  # the last result has left
+        release(held_empty.index(slot))
+        if OUTPUT:
+            result.reshape([C, C]).permute((1, 0)).store(x.to(dtype))
+            fence_async_shared()
+            gl.barrier()
+            at = [batch, chunk * C, hv * V + block * C]
+            tma.async_copy_shared_to_global(out, at, result)
+        if STATES:
+            result.reshape([C, C]).store(x.to(dtype))
+            fence_async_shared()
+            gl.barrier()
+            tma.async_copy_shared_to_global(u, [0, row, 0], result)
+    tma.store_wait(0)
+    gl.store(last + sequence.to(gl.int64) * (K * V) + place, state)
+
+
+@gluon.jit
+def reverse(
+    tiles, staged, bars, d_last, outputs, sequence, pair, chunks,
+    GROUP: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, scale: gl.constexpr,
+    STATES: gl.constexpr,
+):  # fmt: skip
+    """The columns of one group."""
+    ks, qs, vs, ns, ps, lines = tiles
+    held_full, held_empty, v_full, v_empty, q_full, q_empty = bars
+    d_v, d_states, d_initial = outputs
+    PASSING: gl.constexpr = passing(K)
+    of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, of_chunk, 2)
+    left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
+    dtype: gl.constexpr = ks.dtype
+    fine: gl.constexpr = ns.dtype
+    batch, hv = sequence // HV, sequence % HV
+    block = pair * GROUPS + GROUP
+    vc = block * C + gl.arange(0, C, gl.SliceLayout(1, of_state))
+    kc = gl.arange(0, K, gl.SliceLayout(0, of_state))
+    place = kc[None, :] * V + vc[:, None]
+    d_state = gl.load(d_last + sequence.to(gl.int64) * (K * V) + place)
+    zero = gl.zeros([C, C], gl.float32, of_chunk)
+    result, copy = staged[0].index(GROUP), staged[1].index(GROUP)
+    rounded = copy.reshape([C, K])
+    for step in range(0, chunks):
+        chunk = chunks - 1 - step
+        if STATES:
+            tma.store_wait(1)  # the last gradient of the state has left
+            gl.barrier()
+        rounded.store(d_state.to(dtype))
+        fence_async_shared()
+        gl.barrier()
+        if STATES:
+            row = (sequence * chunks + chunk) * V + block * C
+            tma.async_copy_shared_to_global(d_states, [0, row, 0], copy)
+        slot, here = step % HELD, step % PASSING
+        k_tile, q_tile = ks.index(slot).reshape([C, K]), qs.index(here).reshape([C, K])
+        n_tile, p_tile = ns.index(slot).reshape([C, C]), ps.index(slot).reshape([C, C])
+        mbarrier.wait(held_full.index(slot), step // HELD & 1)
+        du = warpgroup_mma(rounded, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        o_tile = vs.index(here * GROUPS + GROUP).reshape([C, C])
+        mbarrier.wait(v_full.index(here), step // PASSING & 1)
+        do = o_tile.permute((1, 0)).load(of_chunk).to(gl.float32)
+        release(v_empty.index(here))
+        # Rows on the left of P and N are scaled to float16's range, if that is what they are in.
+        largest = gl.maximum(gl.max(gl.abs(do), 1), 1e-30)[:, None]
+        half = gl.convert_layout((do / largest).to(fine), left)
+        read = (scale * line(lines, slot, 0, of_chunk) * do).to(dtype)
+        d_state *= carried(lines, slot, of_state)
+        mbarrier.wait(q_full.index(here), step // PASSING & 1)
+        read = gl.convert_layout(read, left_of_state)
+        d_state = warpgroup_mma(read, q_tile, d_state, is_async=True)
+        du = warpgroup_mma_wait(1, deps=[du])
+        du *= line(lines, slot, 1, of_chunk) / largest
+        du = warpgroup_mma(half, p_tile, du, is_async=True)
+        du, d_state = warpgroup_mma_wait(0, deps=[du, d_state])
+        release(q_empty.index(here))
+        du *= largest
+        largest = gl.maximum(gl.max(gl.abs(du), 1), 1e-30)[:, None]
+        du /= largest
+        minus = gl.convert_layout((-du).to(fine), left)
+        dv = warpgroup_mma(minus, n_tile, du) * largest
+        taken = (-line(lines, slot, 0, of_chunk) * dv).to(dtype)
+        taken = gl.convert_layout(taken, left_of_state)
+        d_state = warpgroup_mma(taken, k_tile, d_state, is_async=True)
+        if STATES:
+            tma.store_wait(1)  # the last dv has left
+            gl.barrier()
+            result.reshape([C, C]).permute((1, 0)).store(dv.to(dtype))
+        d_state = warpgroup_mma_wait(0, deps=[d_state])
+        fence_async_shared()
+        release(held_empty.index(slot))
+        if STATES:
+            at = [batch, chunk * C, hv * V + block * C]
+            tma.async_copy_shared_to_global(d_v, at, result)
+    tma.store_wait(0)
+    gl.store(d_initial + sequence.to(gl.int64) * (K * V) + place, d_state)
+
+
+@gluon.jit
+def buffers(sources, K: gl.constexpr, QUERIES: gl.constexpr):
+    """What the warps share: tiles that come, tiles that leave, and the barriers of those that come."""
+    k, q, v, corrections, scores = sources
+    dtype: gl.constexpr = q.dtype
+    fine: gl.constexpr = corrections.dtype
+    PASSING: gl.constexpr = passing(K)
+    ks = gl.allocate_shared_memory(dtype, [HELD, 1, C, K], k.layout)
+    qs = gl.allocate_shared_memory(dtype, [PASSING, 1, C, K if QUERIES else C], q.layout)
+    vs = gl.allocate_shared_memory(dtype, [PASSING * GROUPS, 1, C, C], v.layout)
+    ns = gl.allocate_shared_memory(fine, [HELD, 1, C, C], corrections.layout)
+    ps = gl.allocate_shared_memory(fine, [HELD if QUERIES else 1, 1, C, C], scores.layout)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lines = gl.allocate_shared_memory(gl.float32, [HELD * LINES, C], flat)
+    results = gl.allocate_shared_memory(dtype, [GROUPS, 1, C, C], v.layout)
+    copies = gl.allocate_shared_memory(dtype, [GROUPS, 1, C, K], k.layout)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    held_full = gl.allocate_shared_memory(gl.int64, [HELD, 1], bars)
+    held_empty = gl.allocate_shared_memory(gl.int64, [HELD, 1], bars)
+    v_full = gl.allocate_shared_memory(gl.int64, [PASSING, 1], bars)
+    v_empty = gl.allocate_shared_memory(gl.int64, [PASSING, 1], bars)
+    q_full = gl.allocate_shared_memory(gl.int64, [PASSING, 1], bars)
+    q_empty = gl.allocate_shared_memory(gl.int64, [PASSING, 1], bars)
+    for slot in gl.static_range(HELD):
+        mbarrier.init(held_full.index(slot), count=2)  # the tiles, and the lines
+        mbarrier.init(held_empty.index(slot), count=GROUPS)
+    for slot in gl.static_range(PASSING):
+        mbarrier.init(v_full.index(slot), count=1)
+        mbarrier.init(v_empty.index(slot), count=GROUPS)
+        mbarrier.init(q_full.index(slot), count=1)
+        mbarrier.init(q_empty.index(slot), count=GROUPS)
+    all_bars = (held_full, held_empty, v_full, v_empty, q_full, q_empty)
+    return (ks, qs, vs, ns, ps, lines), (results, copies), all_bars
+
+
+@gluon.jit
+def forward_kernel(
+    q, k, v, corrections, scores, gates, beta, initial_state, length, out, u, states, last,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, scale: gl.constexpr,
+    VALUES: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
+):  # fmt: skip
+    """As `triton_kernels.forward_kernel`, but for OUTPUT and STATES at once."""
+    pairs: gl.constexpr = V // (GROUPS * C)
+    sequence, pair = gl.program_id(0) // pairs, gl.program_id(0) % pairs
+    chunks = (length + C - 1) // C
+    sources, vectors = (k, q, v, corrections, scores), (gates, beta)
+    outputs = (out, u, states, last)
+    tiles, staged, bars = buffers(sources, K, OUTPUT)
+    first: gl.constexpr = 0
+    second: gl.constexpr = 1
+    backwards: gl.constexpr = False
+    gl.warp_specialize(
+        [
+            (forward, (
+                tiles, staged, bars, initial_state, outputs, sequence, pair, chunks,
+                first, HV, K, V, scale, VALUES, OUTPUT, STATES,
+            )),
+            (forward, (
+                tiles, staged, bars, initial_state, outputs, sequence, pair, chunks,
+                second, HV, K, V, scale, VALUES, OUTPUT, STATES,
+            )),
+            (load_chunks, (
+                sources, vectors, tiles, bars, sequence, pair, chunks, length,
+                H, HV, K, V, OUTPUT, VALUES, STATES, backwards,
+            )),
+        ],
+        [4, 4],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def reverse_kernel(
+    q, k, d_out, corrections, scores, gates, d_last, length, d_v, d_states, d_initial,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, scale: gl.constexpr,
+    STATES: gl.constexpr,
+):  # fmt: skip
+    """As `triton_kernels.reverse_kernel`."""
+    pairs: gl.constexpr = V // (GROUPS * C)
+    sequence, pair = gl.program_id(0) // pairs, gl.program_id(0) % pairs
+    chunks = (length + C - 1) // C
+    sources, vectors = (k, q, d_out, corrections, scores), (gates, gates)
+    outputs = (d_v, d_states, d_initial)
+    yes: gl.constexpr = True
+    no: gl.constexpr = False
+    tiles, staged, bars = buffers(sources, K, yes)
+    first: gl.constexpr = 0
+    second: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (reverse, (
+                tiles, staged, bars, d_last, outputs, sequence, pair, chunks,
+                first, HV, K, V, scale, STATES,
+            )),
+            (reverse, (
+                tiles, staged, bars, d_last, outputs, sequence, pair, chunks,
+                second, HV, K, V, scale, STATES,
+            )),
+            (load_chunks, (
+                sources, vectors, tiles, bars, sequence, pair, chunks, length,
+                H, HV, K, V, yes, yes, no, yes,
+            )),
+        ],
+        [4, 4],
+        [240, 24],
+    )  # fmt: skip
