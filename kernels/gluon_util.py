@@ -71,7 +71,6 @@ def launch(
     out: Any,
     grid: tuple[int, ...],
     num_warps: int,
-    over: Any = None,
     **constants: Any,
 ) -> Any:
     """As `triton_util.call`, with `Tiles` among operands and results.
@@ -79,10 +78,9 @@ def launch(
     Args:
       kernel: a function under `gluon.jit`.
       operands: arrays, `Tiles` and whole numbers.
-      out: its results, after the operands.
+      out: its results, after the operands: first arrays that are written over, if any, then shapes.
       grid: blocks along up to three axes.
       num_warps: warps a block of the default partition.
-      over: arrays like `out` that the results are written over.
       constants: constexpr arguments.
     """
     results, tree = jax.tree.flatten(out)
@@ -92,11 +90,14 @@ def launch(
     code = _compiled(kernel, signature, tuple(sorted(constants.items())), num_warps)
     opaque = zlib.compress(_call(code, arguments, grid).to_proto(code.about["name"], b""))
     arrays = [array_of(x) for x in operands if not isinstance(x, int)]
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
-    given = [] if over is None else jax.tree.leaves(over)
-    aliases = {len(arrays) + i: i for i in range(len(given))}
+    over = [array_of(x) for x in results if isinstance(array_of(x), jax.Array)]
+    # The call hands the kernel its first buffers: what is written over comes in before the other results.
+    fresh = results[len(over) :]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*fresh, *over)]
+    aliases = {len(arrays) + i: len(fresh) + i for i in range(len(over))}
     called = jax.ffi.ffi_call(TARGET, shapes, input_output_aliases=aliases)
-    return jax.tree.unflatten(tree, called(*arrays, *given, opaque=opaque))
+    written = called(*arrays, *over, opaque=opaque)
+    return jax.tree.unflatten(tree, [*written[len(fresh) :], *written[: len(fresh)]])
 
 
 def array_of(x: Any) -> Any:

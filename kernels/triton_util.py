@@ -176,8 +176,11 @@ def like(x: jax.Array, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeSt
     return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype)
 
 
-def _poisoned(x: Any) -> jax.Array:
-    return jnp.full(x.shape, jnp.nan, x.dtype)
+def _poisoned(x: Any) -> Any:
+    """What a result is written over: NaN, or what the kernel asks for."""
+    if isinstance(x, gluon_util.Tiles):
+        return gluon_util.Tiles(_poisoned(x.array), x.block)
+    return x if isinstance(x, jax.Array) else jnp.full(x.shape, jnp.nan, x.dtype)
 
 
 def call(
@@ -197,7 +200,7 @@ def call(
       operands: arrays, Refs that it updates in place, and numbers (compiled once for all values)
         such as the sequence length.
       out: `jax.ShapeDtypeStruct`s, any pytree; the result has the same structure. The kernel must
-        write every element.
+        write every element. The first may be arrays, if it is a Gluon kernel, which it updates.
       grid: blocks along up to three axes; the first may pass 65,535.
       num_warps: warps a block.
       num_stages: depth of the software pipeline, which Gluon kernels write out themselves.
@@ -205,9 +208,9 @@ def call(
       constants: the kernel's constexpr arguments, and numbers that it takes by name.
     """
     if gluon_util.is_gluon(kernel):
-        over = jax.tree.map(_poisoned, out) if _poison else None
+        over = jax.tree.map(_poisoned, out) if _poison else out
         results = gluon_util.launch(
-            kernel, *operands, out=out, grid=grid, num_warps=num_warps, over=over, **constants
+            kernel, *operands, out=over, grid=grid, num_warps=num_warps, **constants
         )
     else:
         import jax_triton

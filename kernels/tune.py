@@ -102,6 +102,8 @@ def tune(operator: str, shape: shapes.Shape, dtype: str, decay: str) -> None:
     triton_util.CHOSEN.clear()
     first = fresh()
     expected = first()
+    if not triton_util.CHOSEN:
+        print(f"{operator} {dtype} {shape}: the kernels that run here have one size")
     table = triton_util.tuned_table().setdefault(triton_util.device_kind(), {})
 
     def time_with(entries: dict[str, Config], kernel: str, bucket: str, config: Config) -> float:

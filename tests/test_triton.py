@@ -299,15 +299,19 @@ on_gpu = pytest.mark.skipif(
 )
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 700])
 @pytest.mark.parametrize(
-    "dtype, decay, segments",
-    [("bfloat16", "mild", False), ("float16", "mixed", True), ("bfloat16", "strong", False)],
+    "dtype, decay, keys, segments",
+    [
+        ("bfloat16", "mild", "crowded", False),
+        ("float16", "mixed", "crowded", True),
+        ("bfloat16", "strong", "random", False),
+    ],
 )
 def test_chunks_of_any_length_are_those_of_float64(
-    key_dim, value_dim, value_heads, length, dtype, decay, segments
+    key_dim, value_dim, value_heads, length, dtype, decay, keys, segments
 ):
     shape = shapes.Shape(2, length, 3, key_dim, value_dim, value_heads)
     inputs = shapes.make_inputs(
-        "gated_delta_rule", shape, dtype=dtype, decay=decay, keys="crowded", segments=segments
+        "gated_delta_rule", shape, dtype=dtype, decay=decay, keys=keys, segments=segments
     )
     errors, _ = check.compare("gated_delta_rule", "triton", inputs)
     assert all(error <= check.tolerance(name, dtype) for name, error in errors.items()), errors
@@ -337,4 +341,18 @@ def test_parts_of_a_sequence_add_up(
     assert gdn._parts(inputs["v"]) > 1
     errors, _ = check.compare("gated_delta_rule", "triton", inputs)
     jax.clear_caches()
+    assert all(error <= check.tolerance(name, "bfloat16") for name, error in errors.items()), errors
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "shape", [shapes.Shape(9, 150, 16, 128, 128), shapes.Shape(6, 150, 6, 256, 512)]
+)
+@pytest.mark.parametrize("segments", [True, False])
+def test_more_walks_than_multiprocessors_are_cut_without_a_trace(shape, segments):
+    inputs = shapes.make_inputs(
+        "gated_delta_rule", shape, dtype="bfloat16", decay="mixed", segments=segments
+    )
+    assert set(check.repeats("gated_delta_rule", "triton", inputs).values()) == {0.0}
+    errors, _ = check.compare("gated_delta_rule", "triton", inputs)
     assert all(error <= check.tolerance(name, "bfloat16") for name, error in errors.items()), errors

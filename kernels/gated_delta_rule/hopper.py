@@ -6,6 +6,7 @@ This module imports without Triton or jax-triton installed.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels import gluon_util, triton_util
@@ -104,16 +105,18 @@ def walk(
     out = like(v, (*v.shape[:2], v.shape[2] * v.shape[3])) if output else unused
     u = like(q, (1, rows, TILE)) if states else unused
     kept = like(q, (1, rows, width)) if states else unused
-    out, u, kept, last = triton_util.call(
+    walks, blocks, there = _teams(starts)
+    _, out, u, kept, last = triton_util.call(
         triton_hopper_walk.forward_kernel,
         *_sources(q, k, v, corrections, scores),
-        *(gates, beta, starts, k.shape[1]),
+        *(gates, beta, starts, k.shape[1], walks),
         out=(
+            there,
             *(Tiles(x, (1, TILE, TILE)) for x in (out, u)),
             Tiles(kept, (1, TILE, width if states else TILE)),
             f32(starts.shape),
         ),
-        grid=(tiles[0] * tiles[1] * (value_dim // (2 * TILE)),),
+        grid=(blocks,),
         scale=float(scale),
         **{"H": heads, "HV": v.shape[2], "K": width, "V": value_dim},
         **{"VALUES": values, "OUTPUT": output, "STATES": states},
@@ -144,16 +147,18 @@ def walk_back(
     unused = like(q, (1, TILE, TILE))
     d_v = like(q, (batch, length, value_heads * value_dim)) if states else unused
     d_states = like(q, (1, rows, width)) if states else unused
-    d_v, d_states, d_starts = triton_util.call(
+    walks, blocks, there = _teams(d_ends)
+    _, d_v, d_states, d_starts = triton_util.call(
         triton_hopper_walk.reverse_kernel,
         *_sources(q, k, d_out, corrections, scores),
-        *(gates, d_ends, length),
+        *(gates, d_ends, length, walks),
         out=(
+            there,
             Tiles(d_v, (1, TILE, TILE)),
             Tiles(d_states, (1, TILE, width if states else TILE)),
             f32(d_ends.shape),
         ),
-        grid=(tiles[0] * tiles[1] * (value_dim // (2 * TILE)),),
+        grid=(blocks,),
         scale=float(scale),
         **{"H": heads, "HV": value_heads, "K": width, "V": value_dim, "STATES": states},
         **{"num_warps": 4, "num_stages": 1},
@@ -195,6 +200,13 @@ def gradient(
         **{"H": heads, "K": width, "V": d_v.shape[3], "num_warps": 4, "num_stages": 1},
     )
     return d_q.reshape(k.shape), d_k.reshape(k.shape), d_decay, d_beta
+
+
+def _teams(state: Float[Array, "B HV K V"]) -> tuple[int, int, Array]:
+    """Heads of all rows, blocks to walk them, and zeros where their groups say that a state is there to go on from."""
+    heads, team = state.shape[0] * state.shape[1], state.shape[3] // (2 * TILE)
+    teams = max(1, min(heads, triton_util.num_cores() // team))
+    return heads, teams * team, jnp.zeros((heads * team * 2,), jnp.int32)
 
 
 def _tokens(x: Float[Array, "B T H D"], width: int) -> Tiles:

@@ -269,8 +269,15 @@ def _gradient(inputs, gates, d_out, d_v, u, states, d_states, scale):
         )
     if value_heads != heads:
         shape = (batch, length, heads, value_heads // heads, key_dim)
-        d_q, d_k = (x.reshape(shape).sum(3).astype(q.dtype) for x in (d_q, d_k))
-    return d_q, d_k, d_decay.sum(0).astype(log_decay.dtype), d_beta.sum(0).astype(beta.dtype)
+        d_q, d_k = (
+            _total(jnp.moveaxis(x.reshape(shape), 3, 0)).astype(q.dtype) for x in (d_q, d_k)
+        )
+    return d_q, d_k, _total(d_decay).astype(log_decay.dtype), _total(d_beta).astype(beta.dtype)
+
+
+def _total(parts: Array) -> Array:
+    """The sum over the first axis, one after the other: XLA would choose an order by the batch's size."""
+    return functools.reduce(jnp.add, parts)
 
 
 def _static(inputs: Inputs, chunk: int) -> dict[str, Any]:

@@ -4,6 +4,10 @@ A block walks the chunks of one head with 128 of the state's columns. Two groups
 columns each and go at their own pace; the other warps ask for the tiles of chunks to come. A group keeps its
 state in registers, and a rounded copy in shared memory, where products read it and from where it is written.
 
+The blocks of a head's columns form a team and keep step, as they read the same tiles. More heads than teams are laid
+end to end and cut into equal shares. Of a head that is cut, one team takes the first steps at once, another the last
+steps at last: by then the state that it goes on from is there.
+
 Keys, a chunk's matrices and its gates are held to its end; values and queries only pass. A buffer is `full` when its
 tiles have come, and `empty` again when both groups say so.
 """
@@ -36,8 +40,27 @@ def passing(K):
 
 
 @gluon.jit
+def share_of(heads, chunks, pairs: gl.constexpr):
+    """Where in all heads' steps, end to end, this block's team begins and ends; no share is shorter than a head."""
+    teams, steps = gl.num_programs(0) // pairs, heads * chunks
+    share = gl.maximum(chunks, (steps + teams - 1) // teams)
+    begin = (
+        teams - 1 - gl.program_id(0) // pairs
+    ) * share  # a team waits for one that starts before it
+    return gl.minimum(begin, steps), gl.minimum(begin + share, steps)
+
+
+@gluon.jit
+def piece_of(at, end, chunks):
+    """The head at `at`, and which of its steps to take."""
+    taken = gl.minimum(chunks - at % chunks, end - at)
+    first = gl.where(at % chunks == 0, chunks - taken, 0)
+    return at // chunks, first, first + taken
+
+
+@gluon.jit
 def load_chunks(
-    sources, vectors, tiles, bars, sequence, pair, chunks, length,
+    sources, vectors, tiles, bars, heads, chunks, length,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     QUERIES: gl.constexpr, VALUES: gl.constexpr, BETA: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
@@ -49,47 +72,70 @@ def load_chunks(
     PASSING: gl.constexpr = passing(K)
     square: gl.constexpr = 2 * C * C
     wide: gl.constexpr = 2 * C * K
-    batch, hv = sequence // HV, sequence % HV
-    head = hv // (HV // H)
     token = gl.arange(0, C, gl.BlockedLayout([1], [32], [4], [0]))
-    gates += sequence.to(gl.int64) * chunks * (GATE_ROWS * C) + token
-    for step in range(0, chunks):
-        chunk = chunks - 1 - step if REVERSE else step
-        at = [batch, chunk * C, head * K]
-        row = (sequence * chunks + chunk) * C
-        slot = step % HELD
-        ready = held_full.index(slot)
-        mbarrier.wait(held_empty.index(slot), (step // HELD & 1) ^ 1)
-        mbarrier.expect(ready, wide + (2 * square if QUERIES else square))
-        tma.async_copy_global_to_shared(k, at, ready, ks.index(slot))
-        tma.async_copy_global_to_shared(corrections, [0, row, 0], ready, ns.index(slot))
-        if QUERIES:
-            tma.async_copy_global_to_shared(scores, [0, row, 0], ready, ps.index(slot))
-        mine = gates + chunk * (GATE_ROWS * C)
-        start = gl.load(mine + START_ROW * C)
-        end = gl.load(mine + END_ROW * C)
-        if BETA:
-            live = token < length - chunk * C
-            entry = (batch.to(gl.int64) * length + chunk * C + token) * HV + hv
-            strength = gl.load(beta + entry, mask=live, other=0.0).to(gl.float32)
-            strength = gl.where(gl.abs(strength) < SMALLEST_BETA, SMALLEST_BETA, strength)
-            lines.index(slot * LINES + 2).store(strength)
-        lines.index(slot * LINES).store(start)
-        lines.index(slot * LINES + 1).store(end)
-        release(ready)
-        slot, turn = step % PASSING, (step // PASSING & 1) ^ 1
-        if VALUES:
-            ready = v_full.index(slot)
-            mbarrier.wait(v_empty.index(slot), turn)
-            mbarrier.expect(ready, GROUPS * square)
-            for group in gl.static_range(GROUPS):
-                column = hv * V + (pair * GROUPS + group) * C
-                tile = vs.index(slot * GROUPS + group)
-                tma.async_copy_global_to_shared(v, [batch, chunk * C, column], ready, tile)
-        if QUERIES:
-            mbarrier.wait(q_empty.index(slot), turn)
-            mbarrier.expect(q_full.index(slot), wide)
-            tma.async_copy_global_to_shared(q, at, q_full.index(slot), qs.index(slot))
+    pairs: gl.constexpr = V // (GROUPS * C)
+    pair = gl.program_id(0) % pairs
+    turn = 0
+    at, end = share_of(heads, chunks, pairs)
+    while at < end:
+        head, first, last = piece_of(at, end, chunks)
+        batch, hv = head // HV, head % HV
+        for step in range(first, last):
+            chunk = chunks - 1 - step if REVERSE else step
+            of_keys = [batch, chunk * C, hv // (HV // H) * K]
+            row = (head * chunks + chunk) * C
+            slot = turn % HELD
+            ready = held_full.index(slot)
+            mbarrier.wait(held_empty.index(slot), (turn // HELD & 1) ^ 1)
+            mbarrier.expect(ready, wide + (2 * square if QUERIES else square))
+            tma.async_copy_global_to_shared(k, of_keys, ready, ks.index(slot))
+            tma.async_copy_global_to_shared(corrections, [0, row, 0], ready, ns.index(slot))
+            if QUERIES:
+                tma.async_copy_global_to_shared(scores, [0, row, 0], ready, ps.index(slot))
+            mine = gates + (head.to(gl.int64) * chunks + chunk) * (GATE_ROWS * C) + token
+            from_start = gl.load(mine + START_ROW * C)
+            to_end = gl.load(mine + END_ROW * C)
+            if BETA:
+                live = token < length - chunk * C
+                entry = (batch.to(gl.int64) * length + chunk * C + token) * HV + hv
+                strength = gl.load(beta + entry, mask=live, other=0.0).to(gl.float32)
+                strength = gl.where(gl.abs(strength) < SMALLEST_BETA, SMALLEST_BETA, strength)
+                lines.index(slot * LINES + 2).store(strength)
+            lines.index(slot * LINES).store(from_start)
+            lines.index(slot * LINES + 1).store(to_end)
+            release(ready)
+            slot, phase = turn % PASSING, (turn // PASSING & 1) ^ 1
+            if VALUES:
+                ready = v_full.index(slot)
+                mbarrier.wait(v_empty.index(slot), phase)
+                mbarrier.expect(ready, GROUPS * square)
+                for group in gl.static_range(GROUPS):
+                    of_values = [batch, chunk * C, hv * V + (pair * GROUPS + group) * C]
+                    tile = vs.index(slot * GROUPS + group)
+                    tma.async_copy_global_to_shared(v, of_values, ready, tile)
+            if QUERIES:
+                mbarrier.wait(q_empty.index(slot), phase)
+                mbarrier.expect(q_full.index(slot), wide)
+                tma.async_copy_global_to_shared(q, of_keys, q_full.index(slot), qs.index(slot))
+            turn += 1
+        at += last - first
+
+
+@gluon.jit
+def wait_for(state_there, first):
+    """Until another block has taken the steps before `first`."""
+    if first > 0:
+        while gl.atomic_add(state_there, 0, sem="acquire") == 0:
+            pass
+        gl.barrier()
+
+
+@gluon.jit
+def say(state_there, last, chunks):
+    """That the steps up to `last` are done, if others follow."""
+    if last < chunks:
+        gl.barrier()
+        gl.atomic_xchg(state_there, 1, sem="release")
 
 
 @gluon.jit
@@ -106,14 +152,14 @@ def carried(lines, slot, layout: gl.constexpr):
 
 @gluon.jit
 def forward(
-    tiles, staged, bars, initial_state, outputs, sequence, pair, chunks,
+    tiles, staged, bars, initial_state, outputs, heads, chunks,
     GROUP: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, scale: gl.constexpr,
     VALUES: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
 ):  # fmt: skip
     """The columns of one group."""
     ks, qs, vs, ns, ps, lines = tiles
     held_full, held_empty, v_full, v_empty, q_full, q_empty = bars
-    out, u, states, last = outputs
+    out, u, states, states_there, last = outputs
     PASSING: gl.constexpr = passing(K)
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -121,95 +167,108 @@ def forward(
     left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
     dtype: gl.constexpr = ks.dtype
     fine: gl.constexpr = ns.dtype
-    batch, hv = sequence // HV, sequence % HV
-    block = pair * GROUPS + GROUP
+    pairs: gl.constexpr = V // (GROUPS * C)
+    block = gl.program_id(0) % pairs * GROUPS + GROUP
     vc = block * C + gl.arange(0, C, gl.SliceLayout(1, of_state))
     kc = gl.arange(0, K, gl.SliceLayout(0, of_state))
     place = kc[None, :] * V + vc[:, None]
-    state = gl.load(initial_state + sequence.to(gl.int64) * (K * V) + place)
     zero = gl.zeros([C, C], gl.float32, of_chunk)
     result, copy = staged[0].index(GROUP), staged[1].index(GROUP)
     rounded = copy.reshape([C, K])
-    for chunk in range(0, chunks):
-        row = (sequence * chunks + chunk) * V + block * C
-        if STATES:
-            tma.store_wait(1)  # the last state has left
-            gl.barrier()
-        rounded.store(state.to(dtype))
-        fence_async_shared()
-        gl.barrier()
-        if STATES:
-            tma.async_copy_shared_to_global(states, [0, row, 0], copy)
-        slot, here = chunk % HELD, chunk % PASSING
-        k_tile, n_tile = ks.index(slot).reshape([C, K]), ns.index(slot).reshape([C, C])
-        mbarrier.wait(held_full.index(slot), chunk // HELD & 1)
-        w = warpgroup_mma(rounded, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-        if VALUES:
-            v_tile = vs.index(here * GROUPS + GROUP).reshape([C, C])
-            mbarrier.wait(v_full.index(here), chunk // PASSING & 1)
-            values = v_tile.permute((1, 0)).load(of_chunk)
-            release(v_empty.index(here))
-        w = -line(lines, slot, 0, of_chunk) * warpgroup_mma_wait(0, deps=[w])
-        if VALUES:
-            w += values.to(gl.float32)
-        largest = gl.maximum(gl.max(gl.abs(w), 1), 1e-20)[:, None]
-        w *= 1.0 / largest
-        minus = gl.convert_layout((-w).to(fine), left)
-        writes = warpgroup_mma(minus, n_tile.permute((1, 0)), w)
-        written = writes * largest
-        if STATES:
-            x = line(lines, slot, 2, of_chunk) * written
-        written *= line(lines, slot, 1, of_chunk)
-        narrow = written.to(dtype)
-        state *= carried(lines, slot, of_state)
-        if chunk == chunks - 1:
-            # As in `triton_kernels`: nothing follows that would correct the last rounding errors.
-            rest = (written - narrow.to(gl.float32)).to(dtype)
-            state = warpgroup_mma(gl.convert_layout(rest, left_of_state), k_tile, state)
-        if OUTPUT:
-            # Later than might be, and before the state's product: less is held at a time.
-            queries = qs.index(here).reshape([C, K]).permute((1, 0))
-            share = gl.convert_layout(writes.to(fine), left)
-            mbarrier.wait(q_full.index(here), chunk // PASSING & 1)
-            x = warpgroup_mma(rounded, queries, zero, use_acc=False)
-            release(q_empty.index(here))
-            x *= scale * line(lines, slot, 0, of_chunk) / largest
-            p_tile = ps.index(slot).reshape([C, C])
-            x = warpgroup_mma(share, p_tile.permute((1, 0)), x, is_async=True)
-        narrow = gl.convert_layout(narrow, left_of_state)
-        state = warpgroup_mma(narrow, k_tile, state, is_async=True)
-        if OUTPUT:
-            state, x = warpgroup_mma_wait(0, deps=[state, x])
-            x *= largest
-        else:
-            state = warpgroup_mma_wait(0, deps=[state])
-        tma.store_wait(1 if STATES else 0)  # the last result has left
-        release(held_empty.index(slot))
-        if OUTPUT:
-            result.reshape([C, C]).permute((1, 0)).store(x.to(dtype))
+    turn = 0
+    at, end = share_of(heads, chunks, pairs)
+    while at < end:
+        head, first, end_of_piece = piece_of(at, end, chunks)
+        batch, hv = head // HV, head % HV
+        there = states_there + head * (pairs * GROUPS) + block
+        source = initial_state
+        if first > 0:
+            source = last
+        wait_for(there, first)
+        state = gl.load(source + head.to(gl.int64) * (K * V) + place)
+        for chunk in range(first, end_of_piece):
+            row = (head * chunks + chunk) * V + block * C
+            if STATES:
+                tma.store_wait(1)  # the last state has left
+                gl.barrier()
+            rounded.store(state.to(dtype))
             fence_async_shared()
             gl.barrier()
-            at = [batch, chunk * C, hv * V + block * C]
-            tma.async_copy_shared_to_global(out, at, result)
-        if STATES:
-            result.reshape([C, C]).store(x.to(dtype))
-            fence_async_shared()
-            gl.barrier()
-            tma.async_copy_shared_to_global(u, [0, row, 0], result)
+            if STATES:
+                tma.async_copy_shared_to_global(states, [0, row, 0], copy)
+            slot, here = turn % HELD, turn % PASSING
+            k_tile, n_tile = ks.index(slot).reshape([C, K]), ns.index(slot).reshape([C, C])
+            mbarrier.wait(held_full.index(slot), turn // HELD & 1)
+            w = warpgroup_mma(rounded, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+            if VALUES:
+                v_tile = vs.index(here * GROUPS + GROUP).reshape([C, C])
+                mbarrier.wait(v_full.index(here), turn // PASSING & 1)
+                values = v_tile.permute((1, 0)).load(of_chunk)
+                release(v_empty.index(here))
+            w = -line(lines, slot, 0, of_chunk) * warpgroup_mma_wait(0, deps=[w])
+            if VALUES:
+                w += values.to(gl.float32)
+            largest = gl.maximum(gl.max(gl.abs(w), 1), 1e-20)[:, None]
+            w *= 1.0 / largest
+            minus = gl.convert_layout((-w).to(fine), left)
+            writes = warpgroup_mma(minus, n_tile.permute((1, 0)), w)
+            written = writes * largest
+            if STATES:
+                x = line(lines, slot, 2, of_chunk) * written
+            written *= line(lines, slot, 1, of_chunk)
+            narrow = written.to(dtype)
+            state *= carried(lines, slot, of_state)
+            if chunk == chunks - 1:
+                # As in `triton_kernels`: nothing follows that would correct the last rounding errors.
+                rest = (written - narrow.to(gl.float32)).to(dtype)
+                state = warpgroup_mma(gl.convert_layout(rest, left_of_state), k_tile, state)
+            if OUTPUT:
+                # Later than might be, and before the state's product: less is held at a time.
+                queries = qs.index(here).reshape([C, K]).permute((1, 0))
+                share = gl.convert_layout(writes.to(fine), left)
+                mbarrier.wait(q_full.index(here), turn // PASSING & 1)
+                x = warpgroup_mma(rounded, queries, zero, use_acc=False)
+                release(q_empty.index(here))
+                x *= scale * line(lines, slot, 0, of_chunk) / largest
+                p_tile = ps.index(slot).reshape([C, C])
+                x = warpgroup_mma(share, p_tile.permute((1, 0)), x, is_async=True)
+            narrow = gl.convert_layout(narrow, left_of_state)
+            state = warpgroup_mma(narrow, k_tile, state, is_async=True)
+            if OUTPUT:
+                state, x = warpgroup_mma_wait(0, deps=[state, x])
+                x *= largest
+            else:
+                state = warpgroup_mma_wait(0, deps=[state])
+            tma.store_wait(1 if STATES else 0)  # the last result has left
+            release(held_empty.index(slot))
+            if OUTPUT:
+                result.reshape([C, C]).permute((1, 0)).store(x.to(dtype))
+                fence_async_shared()
+                gl.barrier()
+                of_values = [batch, chunk * C, hv * V + block * C]
+                tma.async_copy_shared_to_global(out, of_values, result)
+            if STATES:
+                result.reshape([C, C]).store(x.to(dtype))
+                fence_async_shared()
+                gl.barrier()
+                tma.async_copy_shared_to_global(u, [0, row, 0], result)
+            turn += 1
+        gl.store(last + head.to(gl.int64) * (K * V) + place, state)
+        say(there, end_of_piece, chunks)
+        at += end_of_piece - first
     tma.store_wait(0)
-    gl.store(last + sequence.to(gl.int64) * (K * V) + place, state)
 
 
 @gluon.jit
 def reverse(
-    tiles, staged, bars, d_last, outputs, sequence, pair, chunks,
+    tiles, staged, bars, d_last, outputs, heads, chunks,
     GROUP: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, scale: gl.constexpr,
     STATES: gl.constexpr,
 ):  # fmt: skip
     """The columns of one group."""
     ks, qs, vs, ns, ps, lines = tiles
     held_full, held_empty, v_full, v_empty, q_full, q_empty = bars
-    d_v, d_states, d_initial = outputs
+    d_v, d_states, states_there, d_initial = outputs
     PASSING: gl.constexpr = passing(K)
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     of_chunk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -217,68 +276,81 @@ def reverse(
     left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
     dtype: gl.constexpr = ks.dtype
     fine: gl.constexpr = ns.dtype
-    batch, hv = sequence // HV, sequence % HV
-    block = pair * GROUPS + GROUP
+    pairs: gl.constexpr = V // (GROUPS * C)
+    block = gl.program_id(0) % pairs * GROUPS + GROUP
     vc = block * C + gl.arange(0, C, gl.SliceLayout(1, of_state))
     kc = gl.arange(0, K, gl.SliceLayout(0, of_state))
     place = kc[None, :] * V + vc[:, None]
-    d_state = gl.load(d_last + sequence.to(gl.int64) * (K * V) + place)
     zero = gl.zeros([C, C], gl.float32, of_chunk)
     result, copy = staged[0].index(GROUP), staged[1].index(GROUP)
     rounded = copy.reshape([C, K])
-    for step in range(0, chunks):
-        chunk = chunks - 1 - step
-        if STATES:
-            tma.store_wait(1)  # the last gradient of the state has left
+    turn = 0
+    at, end = share_of(heads, chunks, pairs)
+    while at < end:
+        head, first, end_of_piece = piece_of(at, end, chunks)
+        batch, hv = head // HV, head % HV
+        there = states_there + head * (pairs * GROUPS) + block
+        source = d_last
+        if first > 0:
+            source = d_initial
+        wait_for(there, first)
+        d_state = gl.load(source + head.to(gl.int64) * (K * V) + place)
+        for step in range(first, end_of_piece):
+            chunk = chunks - 1 - step
+            if STATES:
+                tma.store_wait(1)  # the last gradient of the state has left
+                gl.barrier()
+            rounded.store(d_state.to(dtype))
+            fence_async_shared()
             gl.barrier()
-        rounded.store(d_state.to(dtype))
-        fence_async_shared()
-        gl.barrier()
-        if STATES:
-            row = (sequence * chunks + chunk) * V + block * C
-            tma.async_copy_shared_to_global(d_states, [0, row, 0], copy)
-        slot, here = step % HELD, step % PASSING
-        k_tile, q_tile = ks.index(slot).reshape([C, K]), qs.index(here).reshape([C, K])
-        n_tile, p_tile = ns.index(slot).reshape([C, C]), ps.index(slot).reshape([C, C])
-        mbarrier.wait(held_full.index(slot), step // HELD & 1)
-        du = warpgroup_mma(rounded, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-        o_tile = vs.index(here * GROUPS + GROUP).reshape([C, C])
-        mbarrier.wait(v_full.index(here), step // PASSING & 1)
-        do = o_tile.permute((1, 0)).load(of_chunk).to(gl.float32)
-        release(v_empty.index(here))
-        # Rows on the left of P and N are scaled to float16's range, if that is what they are in.
-        largest = gl.maximum(gl.max(gl.abs(do), 1), 1e-30)[:, None]
-        half = gl.convert_layout((do / largest).to(fine), left)
-        read = (scale * line(lines, slot, 0, of_chunk) * do).to(dtype)
-        d_state *= carried(lines, slot, of_state)
-        mbarrier.wait(q_full.index(here), step // PASSING & 1)
-        read = gl.convert_layout(read, left_of_state)
-        d_state = warpgroup_mma(read, q_tile, d_state, is_async=True)
-        du = warpgroup_mma_wait(1, deps=[du])
-        du *= line(lines, slot, 1, of_chunk) / largest
-        du = warpgroup_mma(half, p_tile, du, is_async=True)
-        du, d_state = warpgroup_mma_wait(0, deps=[du, d_state])
-        release(q_empty.index(here))
-        du *= largest
-        largest = gl.maximum(gl.max(gl.abs(du), 1), 1e-30)[:, None]
-        du /= largest
-        minus = gl.convert_layout((-du).to(fine), left)
-        dv = warpgroup_mma(minus, n_tile, du) * largest
-        taken = (-line(lines, slot, 0, of_chunk) * dv).to(dtype)
-        taken = gl.convert_layout(taken, left_of_state)
-        d_state = warpgroup_mma(taken, k_tile, d_state, is_async=True)
-        if STATES:
-            tma.store_wait(1)  # the last dv has left
-            gl.barrier()
-            result.reshape([C, C]).permute((1, 0)).store(dv.to(dtype))
-        d_state = warpgroup_mma_wait(0, deps=[d_state])
-        fence_async_shared()
-        release(held_empty.index(slot))
-        if STATES:
-            at = [batch, chunk * C, hv * V + block * C]
-            tma.async_copy_shared_to_global(d_v, at, result)
+            if STATES:
+                row = (head * chunks + chunk) * V + block * C
+                tma.async_copy_shared_to_global(d_states, [0, row, 0], copy)
+            slot, here = turn % HELD, turn % PASSING
+            k_tile, q_tile = ks.index(slot).reshape([C, K]), qs.index(here).reshape([C, K])
+            n_tile, p_tile = ns.index(slot).reshape([C, C]), ps.index(slot).reshape([C, C])
+            mbarrier.wait(held_full.index(slot), turn // HELD & 1)
+            du = warpgroup_mma(rounded, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+            o_tile = vs.index(here * GROUPS + GROUP).reshape([C, C])
+            mbarrier.wait(v_full.index(here), turn // PASSING & 1)
+            do = o_tile.permute((1, 0)).load(of_chunk).to(gl.float32)
+            release(v_empty.index(here))
+            # Rows on the left of P and N are scaled to float16's range, if that is what they are in.
+            largest = gl.maximum(gl.max(gl.abs(do), 1), 1e-30)[:, None]
+            half = gl.convert_layout((do / largest).to(fine), left)
+            read = (scale * line(lines, slot, 0, of_chunk) * do).to(dtype)
+            d_state *= carried(lines, slot, of_state)
+            mbarrier.wait(q_full.index(here), turn // PASSING & 1)
+            read = gl.convert_layout(read, left_of_state)
+            d_state = warpgroup_mma(read, q_tile, d_state, is_async=True)
+            du = warpgroup_mma_wait(1, deps=[du])
+            du *= line(lines, slot, 1, of_chunk) / largest
+            du = warpgroup_mma(half, p_tile, du, is_async=True)
+            du, d_state = warpgroup_mma_wait(0, deps=[du, d_state])
+            release(q_empty.index(here))
+            du *= largest
+            largest = gl.maximum(gl.max(gl.abs(du), 1), 1e-30)[:, None]
+            du /= largest
+            minus = gl.convert_layout((-du).to(fine), left)
+            dv = warpgroup_mma(minus, n_tile, du) * largest
+            taken = (-line(lines, slot, 0, of_chunk) * dv).to(dtype)
+            taken = gl.convert_layout(taken, left_of_state)
+            d_state = warpgroup_mma(taken, k_tile, d_state, is_async=True)
+            if STATES:
+                tma.store_wait(1)  # the last dv has left
+                gl.barrier()
+                result.reshape([C, C]).permute((1, 0)).store(dv.to(dtype))
+            d_state = warpgroup_mma_wait(0, deps=[d_state])
+            fence_async_shared()
+            release(held_empty.index(slot))
+            if STATES:
+                of_values = [batch, chunk * C, hv * V + block * C]
+                tma.async_copy_shared_to_global(d_v, of_values, result)
+            turn += 1
+        gl.store(d_initial + head.to(gl.int64) * (K * V) + place, d_state)
+        say(there, end_of_piece, chunks)
+        at += end_of_piece - first
     tma.store_wait(0)
-    gl.store(d_initial + sequence.to(gl.int64) * (K * V) + place, d_state)
 
 
 @gluon.jit
@@ -318,16 +390,15 @@ def buffers(sources, K: gl.constexpr, QUERIES: gl.constexpr):
 
 @gluon.jit
 def forward_kernel(
-    q, k, v, corrections, scores, gates, beta, initial_state, length, out, u, states, last,
+    q, k, v, corrections, scores, gates, beta, initial_state, length, heads,
+    states_there, out, u, states, last,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, scale: gl.constexpr,
     VALUES: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
 ):  # fmt: skip
     """As `triton_kernels.forward_kernel`, but for OUTPUT and STATES at once."""
-    pairs: gl.constexpr = V // (GROUPS * C)
-    sequence, pair = gl.program_id(0) // pairs, gl.program_id(0) % pairs
     chunks = (length + C - 1) // C
     sources, vectors = (k, q, v, corrections, scores), (gates, beta)
-    outputs = (out, u, states, last)
+    outputs = (out, u, states, states_there, last)
     tiles, staged, bars = buffers(sources, K, OUTPUT)
     first: gl.constexpr = 0
     second: gl.constexpr = 1
@@ -335,15 +406,15 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (forward, (
-                tiles, staged, bars, initial_state, outputs, sequence, pair, chunks,
+                tiles, staged, bars, initial_state, outputs, heads, chunks,
                 first, HV, K, V, scale, VALUES, OUTPUT, STATES,
             )),
             (forward, (
-                tiles, staged, bars, initial_state, outputs, sequence, pair, chunks,
+                tiles, staged, bars, initial_state, outputs, heads, chunks,
                 second, HV, K, V, scale, VALUES, OUTPUT, STATES,
             )),
             (load_chunks, (
-                sources, vectors, tiles, bars, sequence, pair, chunks, length,
+                sources, vectors, tiles, bars, heads, chunks, length,
                 H, HV, K, V, OUTPUT, VALUES, STATES, backwards,
             )),
         ],
@@ -354,16 +425,15 @@ def forward_kernel(
 
 @gluon.jit
 def reverse_kernel(
-    q, k, d_out, corrections, scores, gates, d_last, length, d_v, d_states, d_initial,
+    q, k, d_out, corrections, scores, gates, d_last, length, heads,
+    states_there, d_v, d_states, d_initial,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, scale: gl.constexpr,
     STATES: gl.constexpr,
 ):  # fmt: skip
     """As `triton_kernels.reverse_kernel`."""
-    pairs: gl.constexpr = V // (GROUPS * C)
-    sequence, pair = gl.program_id(0) // pairs, gl.program_id(0) % pairs
     chunks = (length + C - 1) // C
     sources, vectors = (k, q, d_out, corrections, scores), (gates, gates)
-    outputs = (d_v, d_states, d_initial)
+    outputs = (d_v, d_states, states_there, d_initial)
     yes: gl.constexpr = True
     no: gl.constexpr = False
     tiles, staged, bars = buffers(sources, K, yes)
@@ -372,15 +442,15 @@ def reverse_kernel(
     gl.warp_specialize(
         [
             (reverse, (
-                tiles, staged, bars, d_last, outputs, sequence, pair, chunks,
+                tiles, staged, bars, d_last, outputs, heads, chunks,
                 first, HV, K, V, scale, STATES,
             )),
             (reverse, (
-                tiles, staged, bars, d_last, outputs, sequence, pair, chunks,
+                tiles, staged, bars, d_last, outputs, heads, chunks,
                 second, HV, K, V, scale, STATES,
             )),
             (load_chunks, (
-                sources, vectors, tiles, bars, sequence, pair, chunks, length,
+                sources, vectors, tiles, bars, heads, chunks, length,
                 H, HV, K, V, yes, yes, no, yes,
             )),
         ],
