@@ -96,7 +96,11 @@ def launch(
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*fresh, *over)]
     aliases = {len(arrays) + i: len(fresh) + i for i in range(len(over))}
     called = jax.ffi.ffi_call(TARGET, shapes, input_output_aliases=aliases)
+    if over:  # barriers as in `triton_util.in_place`
+        over = jax.lax.optimization_barrier(over)
     written = called(*arrays, *over, opaque=opaque)
+    if over:
+        written = jax.lax.optimization_barrier(written)
     return jax.tree.unflatten(tree, [*written[len(fresh) :], *written[: len(fresh)]])
 
 
