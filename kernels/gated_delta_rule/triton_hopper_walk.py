@@ -44,9 +44,8 @@ def share_of(heads, chunks, pairs: gl.constexpr):
     """Where in all heads' steps, end to end, this block's team begins and ends; no share is shorter than a head."""
     teams, steps = gl.num_programs(0) // pairs, heads * chunks
     share = gl.maximum(chunks, (steps + teams - 1) // teams)
-    begin = (
-        teams - 1 - gl.program_id(0) // pairs
-    ) * share  # a team waits for one that starts before it
+    # A team waits for one that starts before it.
+    begin = (teams - 1 - gl.program_id(0) // pairs) * share
     return gl.minimum(begin, steps), gl.minimum(begin + share, steps)
 
 
