@@ -3,7 +3,8 @@
 Forward: `prepare` (what the tokens of a chunk do to each other, all chunks at once), then
 `forward`, which walks the sequence. Backward: `states` walks it again and keeps the state that
 enters each chunk, `reverse` walks back with the state's gradient, `gradient` finishes all chunks at
-once. Nothing of the size of the chunks' states outlives a call.
+once. Nothing of the size of the chunks' states outlives a call. On Hopper `hopper` has others for most
+shapes.
 
 Few heads and a long sequence would leave most of the GPU idle. Then the sequence is cut into parts
 that are walked at once, after a first walk has found how each part maps the state that enters it to
@@ -293,8 +294,8 @@ def _blocks(size: int, block: int) -> int:
 def _chunk(direction: str, q: Array, v: Array, chunk_size: int | None) -> int:
     """Tokens of a chunk: as asked for up to 64, or less where shared memory is small.
 
-    Wide keys leave the forward's walk short of registers, so that it takes shorter chunks; the
-    backward keeps a state for each chunk, so that it takes longer ones.
+    Wide keys leave the forward's walk short of registers, so that it takes shorter chunks, but for
+    Hopper's; the backward keeps a state for each chunk, so that it takes longer ones.
     """
     longest = min(chunk_size or 64, 64)
     if hopper.can_walk(q, v.shape[3], longest):
