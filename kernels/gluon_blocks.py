@@ -1,8 +1,16 @@
-"""What Gluon kernels of several operators are made of. Imports nothing but Triton."""
+"""What Gluon kernels of several operators are made of. Imports nothing but Triton and `triton_blocks`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from kernels.triton_blocks import LOG2_E
+
+
+@gluon.jit
+def exp(x):
+    """As `triton_blocks.exp`."""
+    return gl.exp2(x * LOG2_E)
 
 
 @gluon.jit

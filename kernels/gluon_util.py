@@ -84,15 +84,17 @@ def launch(
       constants: constexpr arguments.
     """
     results, tree = jax.tree.flatten(out)
+    over = [array_of(x) for x in results if isinstance(array_of(x), jax.Array)]
+    # The call hands the kernel its first buffers: what is written over comes in before the other results.
+    fresh = results[len(over) :]
+    if any(isinstance(array_of(x), jax.Array) for x in fresh):
+        raise ValueError("out: arrays that a kernel writes over come before its other results")
     arguments = (*operands, *results)
     names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
     signature = tuple(zip(names, map(_type, arguments), strict=True))
     code = _compiled(kernel, signature, tuple(sorted(constants.items())), num_warps)
     opaque = zlib.compress(_call(code, arguments, grid).to_proto(code.about["name"], b""))
     arrays = [array_of(x) for x in operands if not isinstance(x, int)]
-    over = [array_of(x) for x in results if isinstance(array_of(x), jax.Array)]
-    # The call hands the kernel its first buffers: what is written over comes in before the other results.
-    fresh = results[len(over) :]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*fresh, *over)]
     aliases = {len(arrays) + i: len(fresh) + i for i in range(len(over))}
     called = jax.ffi.ffi_call(TARGET, shapes, input_output_aliases=aliases)

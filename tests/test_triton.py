@@ -242,6 +242,37 @@ def test_gated_delta_rule_lowers_inside_shard_map(name):
     assert lowered.out_info[0].shape == inputs[2].shape
 
 
+@lowers
+def test_what_a_kernel_writes_over_comes_before_its_other_results(monkeypatch):
+    # jaxlib's call hands a kernel its first buffers, all operands before all results.
+    calls = []
+    call = jax.ffi.ffi_call
+
+    def spy(name, shapes, input_output_aliases=None):
+        def run(*arrays, **attributes):
+            calls.append((len(arrays), len(shapes), dict(input_output_aliases or {})))
+            return call(name, shapes, input_output_aliases=input_output_aliases)(
+                *arrays, **attributes
+            )
+
+        return run
+
+    monkeypatch.setattr(jax.ffi, "ffi_call", spy)
+    inputs = structs(shapes.SHAPES["k128"], "bfloat16")
+    with jax.sharding.use_abstract_mesh(abstract_mesh()):
+        jax.jit(lambda *x: gdn.forward(*x, scale=0.5)[:2]).trace(*inputs)
+    prepare, walk = calls
+    assert prepare[2] == {}
+    # The last operand is the last result, though the first of the kernel's.
+    assert walk[2] == {walk[0] - 1: walk[1] - 1}
+
+
+def test_an_array_to_write_over_after_other_results_is_refused():
+    shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+    with pytest.raises(ValueError, match="before its other results"):
+        gluon_util.launch(None, out=(shape, jnp.zeros(4)), grid=(1,), num_warps=4)
+
+
 @pytest.mark.parametrize(
     "kind, heads, key_dim, value_heads, value_dim, dtype, chunk, expected",
     [

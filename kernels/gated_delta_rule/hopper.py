@@ -57,7 +57,7 @@ def prepare(
     gates, corrections, scores = triton_util.call(
         triton_hopper_prepare.prepare_kernel,
         *(_tokens(q, width), _tokens(k, width), log_decay, beta, length),
-        out=(f32((*shape, 5, TILE)), square, square),
+        out=(f32((*shape, triton_hopper_prepare.GATE_ROWS.value, TILE)), square, square),
         grid=(items,),
         scale=float(scale),
         **{"H": heads, "HV": value_heads, "K": width, "num_warps": 4, "num_stages": 1},

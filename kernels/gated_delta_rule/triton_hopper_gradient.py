@@ -16,17 +16,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.gated_delta_rule.triton_hopper_chunks import load_beta
 from kernels.gated_delta_rule.triton_kernels import (
     COARSE_ROW,
     END_ROW,
     FINE_ROW,
     GATE_ROWS,
     RESETS_ROW,
-    SMALLEST_BETA,
     START_ROW,
 )
-from kernels.gluon_blocks import release
-from kernels.triton_blocks import FORGET, LOG2_E
+from kernels.gluon_blocks import exp, release
+from kernels.triton_blocks import FORGET
 
 # Tokens of a chunk, a group's columns of K and a step's of V: all tiles are squares.
 C = gl.constexpr(64)
@@ -130,8 +130,7 @@ def differentiate(
         live = i < length - chunk * C
         row = (batch.to(gl.int64) * length + chunk * C + i) * H + head
         g = gl.load(log_decay + row, mask=live, other=0.0).to(gl.float32)
-        strength = gl.load(beta + row, mask=live, other=0.0).to(gl.float32)
-        strength = gl.where(gl.abs(strength) < SMALLEST_BETA, SMALLEST_BETA, strength)
+        strength = load_beta(beta + row, live)
         coarse_i, fine_i = gate(mine, COARSE_ROW, i), gate(mine, FINE_ROW, i)
         start, end = gate(mine, START_ROW, i), gate(mine, END_ROW, i)
         resets_i = gate(mine, RESETS_ROW, i)
@@ -167,7 +166,7 @@ def differentiate(
         fine = fine_i[:, None] - gate(mine, FINE_ROW, j)[None, :]
         resets_j = gate(mine, RESETS_ROW, j)
         reached = lower & (resets_i[:, None] == resets_j[None, :])
-        decay = gl.exp2(gl.where(reached, coarse + fine, float("-inf")) * LOG2_E)
+        decay = exp(gl.where(reached, coarse + fine, float("-inf")))
         # y is dv (beta u)^T; its diagonal is beta^2 times the gradient of beta.
         of_beta = gl.sum(gl.where(diagonal, y, 0.0), 1) / (strength * strength)
         to_q.store((scale * x * decay).to(dtype))

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.gated_delta_rule.triton_hopper_chunks import C, load_beta
 from kernels.gated_delta_rule.triton_kernels import (
     COARSE,
     COARSE_ROW,
@@ -23,13 +24,10 @@ from kernels.gated_delta_rule.triton_kernels import (
     FINE_ROW,
     GATE_ROWS,
     RESETS_ROW,
-    SMALLEST_BETA,
     START_ROW,
 )
-from kernels.triton_blocks import FORGET, LOG2_E
-
-# Tokens of a chunk.
-C = gl.constexpr(64)
+from kernels.gluon_blocks import exp
+from kernels.triton_blocks import FORGET
 
 
 @gluon.constexpr_function
@@ -47,11 +45,6 @@ def reverse(j):
 @gluon.jit
 def add(x, y):
     return x + y
-
-
-@gluon.jit
-def exp(x):
-    return gl.exp2(x * LOG2_E)
 
 
 @gluon.jit
@@ -140,14 +133,11 @@ def on_blocks(same, blocks, rest):
 
 
 @gluon.jit
-def cumulative_gates(
-    log_decay, beta, gates, vectors, entry, live, tile, line: gl.constexpr
-):  # fmt: skip
+def cumulative_gates(log_decay, beta, gates, vectors, entry, live, tile, line: gl.constexpr):
     """Writes the chunk's five rows of gates, and puts beside each other what decays come from."""
     t = gl.arange(0, C, line)
     g = gl.load(log_decay + entry, mask=live, other=0.0).to(gl.float32)
-    strength = gl.load(beta + entry, mask=live, other=0.0).to(gl.float32)
-    strength = gl.where(gl.abs(strength) < SMALLEST_BETA, SMALLEST_BETA, strength)
+    strength = load_beta(beta + entry, live)
     reset = g < FORGET
     g = gl.where(reset, 0.0, g)
     coarse = gl.floor(g * COARSE) / COARSE
