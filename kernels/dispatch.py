@@ -5,6 +5,7 @@ An implementation is a module `kernels.<operator>.<name>` with
     forward(*inputs, **static) -> (out, state, residuals)
     backward(residuals, d_out, d_state, **static) -> one gradient an input, each in its input's dtype
     primal(*inputs, **static)           if it has one: the forward that keeps nothing, (out, state, None)
+    REFS = True                         if it updates Refs, or others of its platform do
     unavailable() -> str | None         why it cannot run on this machine; None if it can
 
 or, where JAX differentiates it, `differentiable = True` and `forward(*inputs, **static) -> (out, state)`.
@@ -51,7 +52,8 @@ def call(
     inputs = _match_varying_axes(inputs)
     if getattr(module, "differentiable", False):
         return module.forward(*inputs, **static)
-    gradient = _with_primal if hasattr(module, "primal") else _with_gradient
+    forgets = hasattr(module, "primal") and not hasattr(module, "REFS")
+    gradient = _with_primal if forgets else _with_gradient
     return gradient(module, tuple(static.items()), inputs)
 
 
@@ -164,7 +166,7 @@ def _backward(module: ModuleType, static: Static, residuals: Any, cotangents: An
 _with_gradient = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
 _with_gradient.defvjp(_forward, _backward)
 # The primal also serves a forward whose residuals `jax.checkpoint` forgets. JAX gives up the gradient's gradient
-# for that, which kernels do not have.
+# for that, which kernels do not have, and Refs in the program.
 _with_primal = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
 _with_primal.defvjp(_forward, _backward, optimize_remat=True)
 

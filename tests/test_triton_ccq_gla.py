@@ -98,24 +98,26 @@ def test_a_table_cannot_ask_for_tiles_that_are_miscompiled(tiles):
 @pytest.mark.parametrize(
     "kind, width, dtype, chunk, mode, expected",
     [
-        (H200, 128, "bfloat16", 128, "all", True),
-        ("NVIDIA H100 80GB HBM3", 64, "float16", 128, "resets", True),
-        (H200, 128, "bfloat16", 128, "decay", False),
-        (H200, 128, "bfloat16", 64, "all", False),
-        (H200, 256, "bfloat16", 128, "all", False),
-        (H200, 96, "bfloat16", 128, "all", False),
-        (H200, 128, "float32", 128, "all", False),
-        ("NVIDIA A100-SXM4-80GB", 128, "bfloat16", 128, "all", False),
-        ("NVIDIA B200", 128, "bfloat16", 128, "all", False),
+        (H200, 128, "bfloat16", 128, "all", {"read", "walk"}),
+        ("NVIDIA H100 80GB HBM3", 128, "float16", 128, "resets", {"read", "walk"}),
+        ("NVIDIA H100 80GB HBM3", 64, "float16", 128, "resets", {"read"}),
+        (H200, 128, "bfloat16", 128, "decay", set()),
+        (H200, 128, "bfloat16", 64, "all", set()),
+        (H200, 256, "bfloat16", 128, "all", set()),
+        (H200, 96, "bfloat16", 128, "all", set()),
+        (H200, 128, "float32", 128, "all", set()),
+        ("NVIDIA A100-SXM4-80GB", 128, "bfloat16", 128, "all", set()),
+        ("NVIDIA B200", 128, "bfloat16", 128, "all", set()),
     ],
 )
-def test_the_read_for_hopper_is_for_what_it_can_do(
+def test_the_kernels_for_hopper_are_for_what_they_can_do(
     kind, width, dtype, chunk, mode, expected, monkeypatch
 ):
     monkeypatch.setattr(gluon_util, "_jaxlib", lambda: gluon_util)
     monkeypatch.setattr(triton_util, "device_kind", lambda: kind)
     q = jax.ShapeDtypeStruct((1, 1000, 2, width), jnp.dtype(dtype))
-    assert hopper.suits(q, chunk, mode) is expected
+    assert hopper.can_read(q, chunk, mode) is ("read" in expected)
+    assert hopper.can_walk(q, chunk, mode) is ("walk" in expected)
     if chunk == 128:
         tokens = 128 if expected or width > 128 else 64
         assert ccq._chunks(q, None, mode) == (tokens, -(-1000 // tokens))
@@ -155,6 +157,7 @@ def abstract_mesh(size=1):
     "name, dtype, decay",
     [
         ("k64", "bfloat16", "mild"),
+        ("k128", "bfloat16", "none"),
         ("k192", "bfloat16", "none"),
         ("token", "bfloat16", "mild"),
         ("odd", "float32", "none"),
@@ -173,6 +176,7 @@ def test_every_kernel_lowers_for_cuda(operator, name, dtype, decay):
     "name, dtype, calls",
     [
         ("k64", "bfloat16", 5),
+        ("k128", "bfloat16", 4),
         ("k512", "bfloat16", 5),
         ("tail", "float32", 7),
         ("k64", "float32", 7),
@@ -188,20 +192,56 @@ def test_segments_alone_lower_for_cuda(name, dtype, calls):
 
 
 @lowers
-def test_the_warps_that_copy_are_started_too(monkeypatch):
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        # Two groups of four compute, in a block for each chunk.
+        ("k64", [(12, 24), (12, 24)]),
+        # In the walk of each head a third group computes too.
+        ("k128", [(16, 4), (12, 32)]),
+    ],
+)
+def test_the_warps_that_copy_are_started_too(name, expected, monkeypatch):
     started = []
     call = gluon_util._call
 
     def spy(code, arguments, grid):
-        started.append((code.about["num_warps"], grid))
+        started.append((code.about["num_warps"], *grid))
         return call(code, arguments, grid)
 
     monkeypatch.setattr(gluon_util, "_call", spy)
-    inputs = arguments("ccq_query", "k64", "bfloat16", "none")
+    inputs = arguments("ccq_query", name, "bfloat16", "none")
     with jax.sharding.use_abstract_mesh(abstract_mesh()):
         jax.jit(both_ways("ccq_query")).trace(*inputs).lower(lowering_platforms=("cuda",))
-    # Two groups of four compute; the sequence's chunks are fewer than multiprocessors.
-    assert started == [(12, (24,)), (12, (24,))]
+    assert started == expected
+
+
+@lowers
+def test_without_a_gradient_the_walk_writes_no_states():
+    inputs = arguments("ccq_query", "k128", "bfloat16", "none")
+    sizes = []
+    for run in (ccq.primal, ccq.forward):
+        with jax.sharding.use_abstract_mesh(abstract_mesh()):
+            traced = jax.make_jaxpr(lambda *x, run=run: run(*x, centered=True))(*inputs)
+        (call,) = (e for e in traced.eqns if e.primitive.name == "ffi_call")
+        sizes.append(max(math.prod(x.aval.shape) for x in call.outvars))
+    assert sizes[0] == math.prod(inputs[0].shape) < sizes[1]
+
+
+@lowers
+@pytest.mark.parametrize("name", ["k128", "k256"])
+def test_gradients_lower_in_a_program_with_refs(name, monkeypatch):
+    # As backbones and poisoned outputs have them; JAX cannot forget residuals there.
+    monkeypatch.setattr(ccq, "unavailable", lambda: None)
+    q, k, lam, *_ = arguments("ccq_query", name, "bfloat16", "none")
+
+    def gradients(q, k, lam):
+        run = lambda *x: kernels.ccq_query(*x, implementation="triton")[0]
+        out, pullback = jax.vjp(run, q, k, lam)
+        return pullback(out)
+
+    with jax.sharding.use_abstract_mesh(abstract_mesh()), triton_util.poisoned_outputs():
+        jax.jit(gradients).trace(q, k, lam).lower(lowering_platforms=("cuda",))
 
 
 @lowers
@@ -226,10 +266,11 @@ def test_one_decay_a_head_lowers_for_cuda():
 
 
 @lowers
+@pytest.mark.parametrize("name", ["k64", "k128"])
 @pytest.mark.parametrize("decay", ["mild", "none"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_lowers_inside_shard_map(operator, decay):
-    inputs = arguments(operator, "k64", "bfloat16", decay)
+def test_lowers_inside_shard_map(operator, decay, name):
+    inputs = arguments(operator, name, "bfloat16", decay)
     with jax.sharding.use_abstract_mesh(abstract_mesh(2)):
         mapped = jax.shard_map(
             both_ways(operator), in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")
@@ -268,7 +309,7 @@ def test_results_and_gradients_are_those_of_float64(operator, name, dtype, optio
 
 @on_gpu
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("length", [1, 64, 127, 128, 129, 700])
+@pytest.mark.parametrize("length", [1, 64, 65, 127, 128, 129, 700])
 @pytest.mark.parametrize(
     "dtype, segments, centered",
     [("bfloat16", False, True), ("float16", True, True), ("bfloat16", True, False)],
@@ -314,6 +355,38 @@ def test_parts_of_a_sequence_add_up(options, initial_state, monkeypatch):
     errors, _ = check.compare("ccq_query", "triton", inputs)
     jax.clear_caches()
     assert all(error <= check.tolerance(name, "bfloat16") for name, error in errors.items())
+
+
+@on_gpu
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("initial_state", [False, True])
+def test_results_without_a_gradient_have_the_same_bits(segments, initial_state):
+    options = {"segments": segments, "initial_state": initial_state, "keys": "crowded"}
+    inputs = shapes.make_inputs(
+        "ccq_query", shapes.SHAPES["k128"], dtype="bfloat16", decay="none", **options
+    )
+    ids = inputs.pop("segment_ids", None)
+    run = lambda x: kernels.ccq_query(**x, segment_ids=ids, implementation="triton")
+    expected, _ = jax.jit(lambda x: jax.vjp(run, x))(inputs)
+    for x, y in zip(jax.tree.leaves(jax.jit(run)(inputs)), jax.tree.leaves(expected), strict=True):
+        assert np.array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@on_gpu
+def test_many_tokens_add_up_to_their_covariance(monkeypatch):
+    # In one accumulator, in which nothing may be lost.
+    monkeypatch.setattr(ccq, "LONG", 1 << 30)
+    shape = shapes.Shape(1, 262_144, 1, 128, 128)
+    inputs = shapes.make_inputs(
+        "ccq_query", shape, dtype="bfloat16", decay="none", keys="crowded", initial_state=False
+    )
+    _, state = kernels.ccq_query(**inputs, implementation="triton")
+    k = np.asarray(inputs["k"][0, :, 0], np.float64)
+    covariance = lambda outer, total: outer - np.outer(total, total) / len(k)
+    expected = covariance(k.T @ k, k.sum(0))
+    outer, total = (np.asarray(x[0, 0], np.float64) for x in (state.key_outer, state.key_sum))
+    error = np.linalg.norm(covariance(outer, total) - expected) / np.linalg.norm(expected)
+    assert error <= 1e-3, error
 
 
 @on_gpu

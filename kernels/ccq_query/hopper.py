@@ -1,4 +1,4 @@
-"""The call of `triton_hopper`'s kernel, which takes the place of `triton_kernels.read_kernel` where it can.
+"""The calls of CCQ's kernels for Hopper, which take the place of Triton's where they can.
 
 This module imports without Triton or jax-triton installed.
 """
@@ -6,11 +6,21 @@ This module imports without Triton or jax-triton installed.
 from jaxtyping import Array, Float, Int
 
 from kernels import gluon_util, triton_util
+from kernels.ccq_query.state import CCQState
 from kernels.gluon_util import Tiles
 from kernels.triton_util import f32, like
 
+# Tokens of a chunk of the walk.
+STEP = 64
 
-def suits(q: Array, chunk: int, mode: str) -> bool:
+
+def can_walk(q: Array, chunk: int, mode: str) -> bool:
+    """Whether `walk` can do it: keys of equal weights, and Sigma in a block's registers."""
+    fits = chunk == q.shape[-1] == 128 and q.dtype.itemsize == 2
+    return fits and mode != "decay" and gluon_util.can_run_on(triton_util.device_kind())
+
+
+def can_read(q: Array, chunk: int, mode: str) -> bool:
     """Whether the kernel can do it: keys of equal weights, and all of a chunk in shared memory."""
     fits = chunk == 128 and q.shape[-1] in (64, 128) and q.dtype.itemsize == 2
     return fits and mode != "decay" and gluon_util.can_run_on(triton_util.device_kind())
@@ -75,3 +85,54 @@ def read(
     if backward:
         return out.reshape(q.shape), mean_q, d_lam, shares.reshape(q.shape), h_terms
     return out.reshape(q.shape), r, mean_q, n
+
+
+def walk(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    lam: Float[Array, "B T H"],
+    starts: Int[Array, "B T"],
+    initial_state: CCQState | None,
+    mode: str,
+    centered: bool,
+    keep: bool,
+) -> tuple[Array, CCQState, tuple[Array, ...], tuple[Array, ...]]:
+    """Cleaned queries and the last state; with `keep` also r, q . mean and n, and the statistics.
+
+    Args:
+      q: queries.
+      k: keys.
+      lam: strengths.
+      starts: with mode "resets", where in its STEP tokens each token's segment starts.
+      initial_state: None if there is none.
+      mode: "all" or "resets".
+      centered: as in `ccq_query`.
+      keep: asks for what the backward needs, else these results are empty.
+    """
+    from kernels.ccq_query import triton_hopper_walk
+    from kernels.ccq_query.triton_kernels import MEAN_PARTS
+
+    batch, length, heads, width = q.shape
+    tokens = lambda x: Tiles(x.reshape(batch, length, heads * width), (1, STEP, STEP))
+    scalar = f32((batch, length, heads) if keep else (1,))
+    each = batch, heads
+    entries = (*each, -(-length // (2 * STEP)) + 1) if keep else (1, 1, 1)
+    rows = entries[0] * entries[1] * entries[2] * width
+    out, r, mean_q, n, count, key_sum, key_outer, *of_keys, states = triton_util.call(
+        triton_hopper_walk.walk_kernel,
+        *(tokens(q), tokens(k), k, lam, starts),
+        *((lam,) * 3 if initial_state is None else initial_state),
+        length,
+        out=(
+            Tiles(like(q, (batch, length, heads * width)), (1, STEP, STEP)),
+            *(scalar,) * 3,
+            *(f32(each), f32((*each, width)), f32((*each, width, width))),
+            *(f32(entries), f32((*entries, width)), like(q, (*entries, MEAN_PARTS.value, width))),
+            Tiles(like(q, (1, rows, width)), (1, STEP, STEP)),
+        ),
+        grid=(batch * heads,),
+        **{"H": heads, "INITIAL": initial_state is not None, "STATES": keep},
+        **{"RESETS": mode == "resets", "CENTERED": centered, "num_warps": 4, "num_stages": 1},
+    )
+    of_keys = (*of_keys, states.reshape(*entries, width, width))
+    return out.reshape(q.shape), CCQState(count, key_sum, key_outer), (r, mean_q, n), of_keys

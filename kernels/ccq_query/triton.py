@@ -1,8 +1,8 @@
 """CCQ's chunked form on GPUs, through jax-triton; `triton_kernels` has the mathematics.
 
 Forward: one walk over each sequence's chunks for the statistics at their starts, then all chunks at
-once. Backward: all chunks for dq and dlam, one walk from the last chunk to the first for what later
-tokens ask of a key, then all chunks for dk.
+once; Hopper does both in the walk where it can. Backward: all chunks for dq and dlam, one walk from the
+last chunk to the first for what later tokens ask of a key, then all chunks for dk.
 
 Few heads and a long sequence would leave most of the GPU idle. Then the walks are cut into parts,
 which are walked at once, twice: each from nothing, then from what the others add up to.
@@ -32,7 +32,7 @@ SHORTEST_PART = 2048
 
 
 class Residuals(NamedTuple):
-    """What the backward needs. The statistics are at the chunks' starts, and last at the end."""
+    """What the backward needs. The statistics are at the chunks' starts; the last of the means is the center."""
 
     q: Float[Array, "B T H K"]
     k: Float[Array, "B T H K"]
@@ -62,13 +62,24 @@ def forward(
     only_segments: bool = False,
     has_initial_state: bool = True,
     chunk_size: int | None = None,
-) -> tuple[Float[Array, "B T H K"], CCQState, Residuals]:
-    """Cleaned queries and final statistics; see `kernels.ccq_query`."""
+    keep: bool = True,
+) -> tuple[Float[Array, "B T H K"], CCQState, Residuals | None]:
+    """Cleaned queries and final statistics; see `kernels.ccq_query`. Without `keep`, Hopper's walk keeps no more."""
     from kernels.ccq_query import triton_kernels, triton_states
 
     batch, length, heads, width = q.shape
     mode = _mode(q, log_decay, only_segments)
     chunk, chunks = _chunks(q, chunk_size, mode)
+    inputs = (q, k, lam, log_decay, initial_state)
+    if hopper.can_walk(q, chunk, mode) and _parts(q) == 1:
+        initial = initial_state if has_initial_state else None
+        starts = lam if log_decay is None else _starts(log_decay, hopper.STEP)
+        out, state, *kept = hopper.walk(q, k, lam, starts, initial, mode, centered, keep)
+        if not keep:
+            return out, state, None
+        (r, mean_q, n), of_keys = kept
+        decays = _weigh(k, lam, log_decay, chunk, mode, centered)[2:]
+        return out, state, Residuals(*inputs, *of_keys, n, lam, r, mean_q, decays, lam)
     static = {"H": heads, "K": width, "C": chunk, "CENTERED": centered}
     static |= {"HAS_DECAY": mode == "decay", "RESETS": mode == "resets"}
     raw = mode != "decay" and q.dtype != jnp.float32
@@ -114,7 +125,7 @@ def forward(
     )
     scalar, unused = f32((batch, length, heads)), f32((1,))
     of_keys = (counts, means, mean_parts, states)
-    if hopper.suits(q, chunk, mode):
+    if hopper.can_read(q, chunk, mode):
         out, r, mean_q, n = hopper.read(q, k, q, lam, starts, lam, of_keys, mode, centered)
         p = lam
     else:
@@ -131,9 +142,12 @@ def forward(
             **static,
             **config,
         )
-    inputs = (q, k, lam, log_decay, initial_state)
     statistics = (*of_keys, n, p, r, mean_q)
     return out, CCQState(*state), Residuals(*inputs, *statistics, weighed[2:], of_parts[0])
+
+
+primal = functools.partial(forward, keep=False)
+REFS = True
 
 
 def backward(
@@ -161,7 +175,7 @@ def backward(
     d_out = d_out.astype(q.dtype)
 
     if_decays = lambda shape: f32(shape) if mode == "decay" else unused
-    if hopper.suits(q, chunk, mode):
+    if hopper.can_read(q, chunk, mode):
         of_keys = (counts, means, mean_parts, states)
         d_q, mean_g, d_lam, shares, h_terms = hopper.read(
             d_out, k, q, lam, starts, r, of_keys, mode, centered, backward=True
@@ -261,7 +275,7 @@ def _chunks(q: Array, chunk_size: int | None, mode: str) -> tuple[int, int]:
     if q.dtype == jnp.float32:
         chunk = min(chunk_size or 64, 64)
     else:
-        best = 128 if width > 128 or hopper.suits(q, 128, mode) else 64
+        best = 128 if width > 128 or hopper.can_read(q, 128, mode) else 64
         chunk = min(max(chunk_size or best, triton_tiles.NARROWEST), 128)
     return chunk, -(-q.shape[1] // chunk)
 

@@ -18,8 +18,9 @@ a_tj = -lam_t w_tj, what later tokens ask of a key is a quadratic polynomial in 
     phi(k) = kappa + h . (k - center) + (k - center)^T F (k - center) / 2,
     F = sum_t a_t (g_t q_t^T + q_t g_t^T),  h = -sum_t a_t (r_t g_t + r'_t q_t),
 
-about the sequence's last mean (`center`), from which r = q . (mean_t - center) and r', that of g,
-are measured. The key's gradient is the polynomial's, plus the terms of its own chunk.
+about a `center`, from which r = q . (mean_t - center) and r', that of g, are measured: the sequence's
+last mean or, where `triton_hopper_walk` cannot know that yet, the one after its first chunk. The key's
+gradient is the polynomial's, plus the terms of its own chunk.
 Dimensions of states: [B, H, N + 1, K, K], entry c at the start of chunk c.
 
 A tile that a pipelined loop loads goes to products or to arithmetic, never to both: the buffer of
