@@ -103,10 +103,13 @@ def test_a_table_cannot_ask_for_tiles_that_are_miscompiled(tiles):
         ("NVIDIA H100 80GB HBM3", 64, "float16", 128, "resets", {"read"}),
         (H200, 128, "bfloat16", 128, "decay", set()),
         (H200, 128, "bfloat16", 64, "all", set()),
-        (H200, 256, "bfloat16", 128, "all", set()),
+        (H200, 256, "bfloat16", 128, "all", {"collect"}),
+        (H200, 256, "bfloat16", 128, "decay", set()),
+        (H200, 512, "bfloat16", 128, "all", set()),
         (H200, 96, "bfloat16", 128, "all", set()),
         (H200, 128, "float32", 128, "all", set()),
         ("NVIDIA A100-SXM4-80GB", 128, "bfloat16", 128, "all", set()),
+        ("NVIDIA A100-SXM4-80GB", 256, "bfloat16", 128, "all", set()),
         ("NVIDIA B200", 128, "bfloat16", 128, "all", set()),
     ],
 )
@@ -118,6 +121,7 @@ def test_the_kernels_for_hopper_are_for_what_they_can_do(
     q = jax.ShapeDtypeStruct((1, 1000, 2, width), jnp.dtype(dtype))
     assert hopper.can_read(q, chunk, mode) is ("read" in expected)
     assert hopper.can_walk(q, chunk, mode) is ("walk" in expected)
+    assert hopper.can_collect(q, chunk, mode) is ("collect" in expected)
     if chunk == 128:
         tokens = 128 if expected or width > 128 else 64
         assert ccq._chunks(q, None, mode) == (tokens, -(-1000 // tokens))
@@ -128,8 +132,9 @@ def test_without_its_packages_nothing_is_for_hopper(monkeypatch):
     assert not gluon_util.can_run_on(H200)
 
 
-def arguments(operator, name, dtype, decay="mild"):
-    inputs = shapes.make_inputs(operator, shapes.SHAPES[name], dtype=dtype, decay=decay)
+def arguments(operator, name, dtype, decay="mild", **changes):
+    shape = shapes.SHAPES[name]._replace(**changes)
+    inputs = shapes.make_inputs(operator, shape, dtype=dtype, decay=decay)
     struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     return jax.tree.map(struct, tuple(inputs.get(key) for key in NAMES[operator]))
 
@@ -177,6 +182,7 @@ def test_every_kernel_lowers_for_cuda(operator, name, dtype, decay):
     [
         ("k64", "bfloat16", 5),
         ("k128", "bfloat16", 4),
+        ("k256", "bfloat16", 5),
         ("k512", "bfloat16", 5),
         ("tail", "float32", 7),
         ("k64", "float32", 7),
@@ -199,6 +205,8 @@ def test_segments_alone_lower_for_cuda(name, dtype, calls):
         ("k64", [(12, 24), (12, 24)]),
         # In the walk of each head a third group computes too.
         ("k128", [(16, 4), (12, 32)]),
+        # And where two blocks walk each head.
+        ("k256", [(16, 4)]),
     ],
 )
 def test_the_warps_that_copy_are_started_too(name, expected, monkeypatch):
@@ -266,11 +274,11 @@ def test_one_decay_a_head_lowers_for_cuda():
 
 
 @lowers
-@pytest.mark.parametrize("name", ["k64", "k128"])
+@pytest.mark.parametrize("name", ["k64", "k128", "k256"])
 @pytest.mark.parametrize("decay", ["mild", "none"])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_lowers_inside_shard_map(operator, decay, name):
-    inputs = arguments(operator, name, "bfloat16", decay)
+    inputs = arguments(operator, name, "bfloat16", decay, batch=2)
     with jax.sharding.use_abstract_mesh(abstract_mesh(2)):
         mapped = jax.shard_map(
             both_ways(operator), in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")
@@ -308,7 +316,7 @@ def test_results_and_gradients_are_those_of_float64(operator, name, dtype, optio
 
 
 @on_gpu
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("length", [1, 64, 65, 127, 128, 129, 700])
 @pytest.mark.parametrize(
     "dtype, segments, centered",
@@ -324,12 +332,13 @@ def test_chunks_of_any_length_are_those_of_float64(width, length, dtype, segment
 
 
 @on_gpu
+@pytest.mark.parametrize("name", ["k128", "k256"])
 @pytest.mark.parametrize("operator", ["ccq_query", "gated_delta_rule"])
-def test_what_other_gpus_run_in_place_of_gluon_is_right_too(operator, monkeypatch):
+def test_what_other_gpus_run_in_place_of_gluon_is_right_too(operator, name, monkeypatch):
     monkeypatch.setattr(gluon_util, "can_run_on", lambda kind: False)
     jax.clear_caches()
     inputs = shapes.make_inputs(
-        operator, shapes.SHAPES["k128"], dtype="bfloat16", decay="none", segments=True
+        operator, shapes.SHAPES[name], dtype="bfloat16", decay="none", segments=True
     )
     errors, _ = check.compare(operator, "triton", inputs)
     jax.clear_caches()
@@ -373,10 +382,11 @@ def test_results_without_a_gradient_have_the_same_bits(segments, initial_state):
 
 
 @on_gpu
-def test_many_tokens_add_up_to_their_covariance(monkeypatch):
+@pytest.mark.parametrize("width", [128, 256])
+def test_many_tokens_add_up_to_their_covariance(width, monkeypatch):
     # In one accumulator, in which nothing may be lost.
     monkeypatch.setattr(ccq, "LONG", 1 << 30)
-    shape = shapes.Shape(1, 262_144, 1, 128, 128)
+    shape = shapes.Shape(1, 262_144, 1, width, width)
     inputs = shapes.make_inputs(
         "ccq_query", shape, dtype="bfloat16", decay="none", keys="crowded", initial_state=False
     )
@@ -390,9 +400,10 @@ def test_many_tokens_add_up_to_their_covariance(monkeypatch):
 
 
 @on_gpu
+@pytest.mark.parametrize("name", ["k128", "k256"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_a_second_run_and_a_row_on_its_own_give_the_same_bits(operator):
-    inputs = shapes.make_inputs(operator, shapes.SHAPES["k128"], dtype="bfloat16", decay="none")
+def test_a_second_run_and_a_row_on_its_own_give_the_same_bits(operator, name):
+    inputs = shapes.make_inputs(operator, shapes.SHAPES[name], dtype="bfloat16", decay="none")
     assert set(check.repeats(operator, "triton", inputs).values()) == {0.0}
 
 

@@ -3,6 +3,8 @@
 This module imports without Triton or jax-triton installed.
 """
 
+from typing import TypeAlias
+
 from jaxtyping import Array, Float, Int
 
 from kernels import gluon_util, triton_util
@@ -12,11 +14,19 @@ from kernels.triton_util import f32, like
 
 # Tokens of a chunk of the walk.
 STEP = 64
+# Counts, means, their parts and covariances at the chunks' starts.
+OfKeys: TypeAlias = tuple[Array, Array, Array, Array]
 
 
 def can_walk(q: Array, chunk: int, mode: str) -> bool:
     """Whether `walk` can do it: keys of equal weights, and Sigma in a block's registers."""
     fits = chunk == q.shape[-1] == 128 and q.dtype.itemsize == 2
+    return fits and mode != "decay" and gluon_util.can_run_on(triton_util.device_kind())
+
+
+def can_collect(q: Array, chunk: int, mode: str) -> bool:
+    """Whether `collect` can do it: wide keys of equal weights, which two blocks share."""
+    fits = chunk == 128 and q.shape[-1] == 256 and q.dtype.itemsize == 2
     return fits and mode != "decay" and gluon_util.can_run_on(triton_util.device_kind())
 
 
@@ -33,7 +43,7 @@ def read(
     lam: Float[Array, "B T H"],
     starts: Int[Array, "B T"],
     other_r: Float[Array, "B T H"],
-    of_keys: tuple[Array, Array, Array, Array],
+    of_keys: OfKeys,
     mode: str,
     centered: bool,
     backward: bool = False,
@@ -96,7 +106,7 @@ def walk(
     mode: str,
     centered: bool,
     keep: bool,
-) -> tuple[Array, CCQState, tuple[Array, ...], tuple[Array, ...]]:
+) -> tuple[Array, CCQState, tuple[Array, Array, Array], OfKeys]:
     """Cleaned queries and the last state; with `keep` also r, q . mean and n, and the statistics.
 
     Args:
@@ -118,7 +128,7 @@ def walk(
     each = batch, heads
     entries = (*each, -(-length // (2 * STEP)) + 1) if keep else (1, 1, 1)
     rows = entries[0] * entries[1] * entries[2] * width
-    out, r, mean_q, n, count, key_sum, key_outer, *of_keys, states = triton_util.call(
+    out, r, mean_q, n, *state, counts, means, mean_parts, states = triton_util.call(
         triton_hopper_walk.walk_kernel,
         *(tokens(q), tokens(k), k, lam, starts),
         *((lam,) * 3 if initial_state is None else initial_state),
@@ -134,5 +144,45 @@ def walk(
         **{"H": heads, "INITIAL": initial_state is not None, "STATES": keep},
         **{"RESETS": mode == "resets", "CENTERED": centered, "num_warps": 4, "num_stages": 1},
     )
-    of_keys = (*of_keys, states.reshape(*entries, width, width))
-    return out.reshape(q.shape), CCQState(count, key_sum, key_outer), (r, mean_q, n), of_keys
+    of_keys = counts, means, mean_parts, states.reshape(*entries, width, width)
+    return out.reshape(q.shape), CCQState(*state), (r, mean_q, n), of_keys
+
+
+def collect(
+    k: Float[Array, "B T H K"],
+    starts: Int[Array, "B T"],
+    initial_state: CCQState | None,
+    mode: str,
+    centered: bool,
+) -> tuple[OfKeys, CCQState]:
+    """The statistics at the chunks' starts, the last state's covariance left out, and the last state.
+
+    Args:
+      k: keys.
+      starts: with mode "resets", where in its chunk each token's segment starts.
+      initial_state: None if there is none.
+      mode: "all" or "resets".
+      centered: as in `ccq_query`.
+    """
+    from kernels.ccq_query import triton_hopper_states as kernel
+    from kernels.ccq_query.triton_kernels import MEAN_PARTS
+
+    batch, length, heads, width = k.shape
+    each = batch, heads
+    entries = (*each, -(-length // kernel.C.value) + 1)
+    rows = entries[0] * entries[1] * entries[2] * width
+    *state, counts, means, mean_parts, states = triton_util.call(
+        kernel.states_kernel,
+        Tiles(k.reshape(batch, length, heads * width), (1, kernel.C.value, kernel.R.value)),
+        *(k, starts, *((starts,) * 3 if initial_state is None else initial_state), length),
+        out=(
+            *(f32(each), f32((*each, width)), f32((*each, width, width))),
+            *(f32(entries), f32((*entries, width)), like(k, (*entries, MEAN_PARTS.value, width))),
+            Tiles(like(k, (1, rows, width)), (1, kernel.R.value, kernel.R.value)),
+        ),
+        grid=(batch * heads * (kernel.TILES.value // kernel.GROUPS.value),),
+        **{"H": heads, "INITIAL": initial_state is not None, "RESETS": mode == "resets"},
+        **{"CENTERED": centered, "num_warps": 4, "num_stages": 1},
+    )
+    of_keys = counts, means, mean_parts, states.reshape(*entries, width, width)
+    return of_keys, CCQState(*state)

@@ -65,66 +65,28 @@ def forward(
     keep: bool = True,
 ) -> tuple[Float[Array, "B T H K"], CCQState, Residuals | None]:
     """Cleaned queries and final statistics; see `kernels.ccq_query`. Without `keep`, Hopper's walk keeps no more."""
-    from kernels.ccq_query import triton_kernels, triton_states
+    from kernels.ccq_query import triton_kernels
 
     batch, length, heads, width = q.shape
     mode = _mode(q, log_decay, only_segments)
     chunk, chunks = _chunks(q, chunk_size, mode)
     inputs = (q, k, lam, log_decay, initial_state)
+    initial = initial_state if has_initial_state else None
     if hopper.can_walk(q, chunk, mode) and _parts(q) == 1:
-        initial = initial_state if has_initial_state else None
         starts = lam if log_decay is None else _starts(log_decay, hopper.STEP)
-        out, state, *kept = hopper.walk(q, k, lam, starts, initial, mode, centered, keep)
+        out, state, (r, mean_q, n), of_keys = hopper.walk(
+            q, k, lam, starts, initial, mode, centered, keep
+        )
         if not keep:
             return out, state, None
-        (r, mean_q, n), of_keys = kept
         decays = _weigh(k, lam, log_decay, chunk, mode, centered)[2:]
         return out, state, Residuals(*inputs, *of_keys, n, lam, r, mean_q, decays, lam)
     static = {"H": heads, "K": width, "C": chunk, "CENTERED": centered}
     static |= {"HAS_DECAY": mode == "decay", "RESETS": mode == "resets"}
-    raw = mode != "decay" and q.dtype != jnp.float32
     weighed = _weigh(k, lam, log_decay, chunk, mode, centered)
-    weighted, chunk_means, coarse, fine, starts, _, factors = weighed
-
-    config = triton_tiles.of("states", q, chunk, mode)
-    parts = _parts(q)
-    walk = functools.partial(
-        triton_util.call,
-        triton_states.states_kernel,
-        *(k, weighted, chunk_means, factors, starts),
-        *(initial_state if has_initial_state else (lam,) * 3),
-        grid=(_triangle(width, config["BT"]) * parts * batch * heads,),
-        **{"H": heads, "K": width, "C": chunk, "PARTS": parts, "INITIAL": has_initial_state},
-        **{"RAW": raw, "RESETS": mode == "resets", "CENTERED": centered},
-        **config,
-    )
-    of_parts = (lam,) * 3
-    if parts > 1:
-        counts, means, _, states, *_ = walk(
-            *(*of_parts, length),
-            out=(
-                f32((batch, heads, parts, 2)),
-                *(f32((batch, heads, parts, width)), like(q, (1,))),
-                f32((batch, heads, parts, width, width)),
-                *(f32((1,)),) * 3,
-            ),
-            FIRST_WALK=True,
-        )
-        of_parts = counts, means, states
-    counts, means, mean_parts, states, *state = walk(
-        *(*of_parts, length),
-        out=(
-            f32((batch, heads, chunks + 1)),
-            f32((batch, heads, chunks + 1, width)),
-            like(q, (batch, heads, chunks + 1, triton_kernels.MEAN_PARTS.value, width)),
-            like(q, (batch, heads, chunks + 1, width, width)),
-            *(f32((batch, heads)), f32((batch, heads, width))),
-            f32((batch, heads, width, width)),
-        ),
-        FIRST_WALK=False,
-    )
+    _, _, coarse, fine, starts, *_ = weighed
+    of_keys, state, part_counts = _states(k, weighed, initial, chunk, mode, centered)
     scalar, unused = f32((batch, length, heads)), f32((1,))
-    of_keys = (counts, means, mean_parts, states)
     if hopper.can_read(q, chunk, mode):
         out, r, mean_q, n = hopper.read(q, k, q, lam, starts, lam, of_keys, mode, centered)
         p = lam
@@ -132,7 +94,7 @@ def forward(
         config = triton_tiles.of("read", q, chunk, mode)
         out, p, r, mean_q, n, *_ = triton_util.call(
             triton_kernels.read_kernel,
-            *(q, k, lam, coarse, fine, starts, q, counts, *of_keys, length),
+            *(q, k, lam, coarse, fine, starts, q, of_keys[0], *of_keys, length),
             out=(
                 *(like(q), scalar if mode == "decay" else unused, scalar, scalar, scalar),
                 *(unused, unused, like(q, (1,)), unused, unused),
@@ -143,7 +105,7 @@ def forward(
             **config,
         )
     statistics = (*of_keys, n, p, r, mean_q)
-    return out, CCQState(*state), Residuals(*inputs, *statistics, weighed[2:], of_parts[0])
+    return out, state, Residuals(*inputs, *statistics, weighed[2:], part_counts)
 
 
 primal = functools.partial(forward, keep=False)
@@ -325,6 +287,61 @@ def _weigh(
         **{"H": heads, "K": width, "C": chunk, "BK": 64, "num_warps": 4, "num_stages": 2},
         **{"HAS_DECAY": mode == "decay", "CENTERED": centered},
     )
+
+
+def _states(
+    k: Float[Array, "B T H K"],
+    weighed: tuple[Array, ...],
+    initial_state: CCQState | None,
+    chunk: int,
+    mode: str,
+    centered: bool,
+) -> tuple[hopper.OfKeys, CCQState, Array]:
+    """Counts, means, their parts and covariances at the chunks' starts, the last state, and counts of parts."""
+    from kernels.ccq_query import triton_kernels, triton_states
+
+    batch, length, heads, width = k.shape
+    entries = batch, heads, -(-length // chunk) + 1
+    weighted, chunk_means, _, unused, starts, _, factors = weighed
+    parts = _parts(k)
+    if parts == 1 and hopper.can_collect(k, chunk, mode):
+        return *hopper.collect(k, starts, initial_state, mode, centered), unused
+    config = triton_tiles.of("states", k, chunk, mode)
+    walk = functools.partial(
+        triton_util.call,
+        triton_states.states_kernel,
+        *(k, weighted, chunk_means, factors, starts),
+        *((unused,) * 3 if initial_state is None else initial_state),
+        grid=(_triangle(width, config["BT"]) * parts * batch * heads,),
+        **{"H": heads, "K": width, "C": chunk, "PARTS": parts, "RESETS": mode == "resets"},
+        **{"INITIAL": initial_state is not None, "CENTERED": centered},
+        RAW=mode != "decay" and k.dtype != jnp.float32,
+        **config,
+    )
+    of_parts = (unused,) * 3
+    if parts > 1:
+        each = batch, heads, parts
+        counts, means, _, states, *_ = walk(
+            *(*of_parts, length),
+            out=(
+                *(f32((*each, 2)), f32((*each, width)), like(k, (1,))),
+                *(f32((*each, width, width)), *(f32((1,)),) * 3),
+            ),
+            FIRST_WALK=True,
+        )
+        of_parts = counts, means, states
+    counts, means, mean_parts, states, *state = walk(
+        *(*of_parts, length),
+        out=(
+            *(f32(entries), f32((*entries, width))),
+            like(k, (*entries, triton_kernels.MEAN_PARTS.value, width)),
+            like(k, (*entries, width, width)),
+            *(f32((batch, heads)), f32((batch, heads, width))),
+            f32((batch, heads, width, width)),
+        ),
+        FIRST_WALK=False,
+    )
+    return (counts, means, mean_parts, states), CCQState(*state), of_parts[0]
 
 
 def _starts(log_decay: Float[Array, "B T H"], chunk: int) -> Int[Array, "B T"]:

@@ -58,13 +58,13 @@ def load_tokens(q, k, tokens, sequence, chunks, H: gl.constexpr):
 
 
 @gluon.jit
-def load_last_start(starts, chunk, length):
+def load_last_start(starts, chunk, length, C: gl.constexpr):
     """Where in a chunk, or the sequence's last, the segment of the last token starts, or -1."""
     return gl.load(starts + gl.minimum((chunk + 1) * C, length) - 1)
 
 
 @gluon.jit
-def step_of(last_start, left, n, RESETS: gl.constexpr):
+def step_of(last_start, left, n, C: gl.constexpr, RESETS: gl.constexpr):
     """How many keys of a chunk count at its end, and the weight left of those before it."""
     new = gl.minimum(left, C)
     if RESETS:
@@ -91,10 +91,10 @@ def over_tiles(left, right, first, total):
 
 
 @gluon.jit
-def store_ones(ones, row, column, last_start):
+def store_ones(ones, row, token, last_start, TILES: gl.constexpr):
     """In the row of a tile's number, ones for the keys that count at the chunk's end."""
     for tile in gl.static_range(TILES):
-        counts = (row == tile) & (column >= last_start)[None, :]
+        counts = (row == tile) & (token >= last_start)[None, :]
         ones[tile].store(counts.to(gl.float32).to(ones[tile].dtype))
 
 
@@ -162,13 +162,13 @@ def is_other(row):
 
 
 @gluon.jit
-def keep_mean(means, mean_parts, entry, mean, column):
+def keep_mean(means, mean_parts, entry, mean, column, TILES: gl.constexpr, C: gl.constexpr):
     """Writes a mean and its parts as `triton_states.states_kernel` does."""
     for tile in gl.static_range(TILES):
-        gl.store(means + entry.to(gl.int64) * K + tile * C + column, mean[tile])
+        gl.store(means + entry.to(gl.int64) * (TILES * C) + tile * C + column, mean[tile])
         parts = parts_of(mean[tile], mean_parts.dtype.element_ty)
         for part in gl.static_range(MEAN_PARTS):
-            at = (entry.to(gl.int64) * MEAN_PARTS + part) * K + tile * C + column
+            at = (entry.to(gl.int64) * MEAN_PARTS + part) * (TILES * C) + tile * C + column
             gl.store(mean_parts + at, parts[part])
 
 
@@ -217,8 +217,8 @@ def weigh(
     last_entry = entries + (chunks + KEPT - 1) // KEPT
     coming = -1
     if RESETS:
-        coming = load_last_start(starts, 0, length)
-    store_ones(ones, row, column, coming)
+        coming = load_last_start(starts, 0, length, C)
+    store_ones(ones, row, column, coming, TILES)
     fence_async_shared()
     gl.barrier()
     mbarrier.wait(tokens_full.index(0), 0)
@@ -228,7 +228,7 @@ def weigh(
     for chunk in range(0, chunks):
         if STATES and chunk % KEPT == 0:
             gl.store(chunk_counts + entries + chunk // KEPT, n)
-            keep_mean(chunk_means, mean_parts, entries + chunk // KEPT, mean, column)
+            keep_mean(chunk_means, mean_parts, entries + chunk // KEPT, mean, column, TILES, C)
         slot, here = chunk % RING, chunk % AHEAD
         left = length - chunk * C
         live = rows < left
@@ -237,9 +237,9 @@ def weigh(
         causal = rows[:, None] >= at[None, :]
         since = gl.full([C], 1.0, gl.float32, by_row)
         own = (rows + 1).to(gl.float32)
-        new, old = step_of(coming, left, n, RESETS)
+        new, old = step_of(coming, left, n, C, RESETS)
         if RESETS:
-            coming = load_last_start(starts, chunk + 1, length)
+            coming = load_last_start(starts, chunk + 1, length, C)
             first_key = gl.load(starts + chunk * C + rows, mask=live, other=0)
             causal = causal & (at[None, :] >= first_key[:, None])
             since = (first_key < 0).to(gl.float32)
@@ -249,7 +249,7 @@ def weigh(
         inverse = 1.0 / of_row
         mbarrier.wait(empty.index(here), (chunk // AHEAD & 1) ^ 1)
         if RESETS:
-            store_ones(ones, row, column, coming)
+            store_ones(ones, row, column, coming, TILES)
         # Of keys before a reset nothing is left.
         kept = gl.where(old > 0, 1.0, 0.0)
         moved = ()
@@ -271,7 +271,7 @@ def weigh(
                 rights[tile].index(here).store(right_rows(row, x, rest, dtype))
         if STATES and chunk == 0:
             center = moved
-            keep_mean(chunk_means, mean_parts, last_entry, center, column)
+            keep_mean(chunk_means, mean_parts, last_entry, center, column, TILES, C)
         shift = gl.zeros([C], gl.float32, by_row)
         of_center = gl.zeros([C], gl.float32, by_row)
         average = gl.zeros([C], gl.float32, by_row)
@@ -380,13 +380,13 @@ def read(
     turn = 0
     coming = -1
     if RESETS:
-        coming = load_last_start(starts, 0, length)
+        coming = load_last_start(starts, 0, length, C)
     for chunk in range(0, chunks):
         slot, here = chunk % RING, chunk % AHEAD
-        new, old = step_of(coming, length - chunk * C, n, RESETS)
+        new, old = step_of(coming, length - chunk * C, n, C, RESETS)
         first = coming
         if RESETS:
-            coming = load_last_start(starts, chunk + 1, length)
+            coming = load_last_start(starts, chunk + 1, length, C)
         inverse = 0.0
         if n > 0:
             inverse = 1.0 / n
