@@ -19,21 +19,24 @@ OfKeys: TypeAlias = tuple[Array, Array, Array, Array]
 
 
 def can_walk(q: Array, chunk: int, mode: str) -> bool:
-    """Whether `walk` can do it: keys of equal weights, and Sigma in a block's registers."""
-    fits = chunk == q.shape[-1] == 128 and q.dtype.itemsize == 2
-    return fits and mode != "decay" and gluon_util.can_run_on(triton_util.device_kind())
+    """Whether `walk` can do it: Sigma in a block's registers."""
+    return q.shape[-1] == 128 and _can_run(q, chunk, mode)
 
 
-def can_collect(q: Array, chunk: int, mode: str) -> bool:
-    """Whether `collect` can do it: wide keys of equal weights, which two blocks share."""
-    fits = chunk == 128 and q.shape[-1] == 256 and q.dtype.itemsize == 2
-    return fits and mode != "decay" and gluon_util.can_run_on(triton_util.device_kind())
+def can_collect(k: Array, chunk: int, mode: str) -> bool:
+    """Whether `collect` can do it: wide keys, which two blocks share."""
+    return k.shape[-1] == 256 and _can_run(k, chunk, mode)
 
 
 def can_read(q: Array, chunk: int, mode: str) -> bool:
-    """Whether the kernel can do it: keys of equal weights, and all of a chunk in shared memory."""
-    fits = chunk == 128 and q.shape[-1] in (64, 128) and q.dtype.itemsize == 2
-    return fits and mode != "decay" and gluon_util.can_run_on(triton_util.device_kind())
+    """Whether `read` can do it: all of a chunk in shared memory."""
+    return q.shape[-1] in (64, 128) and _can_run(q, chunk, mode)
+
+
+def _can_run(x: Array, chunk: int, mode: str) -> bool:
+    """Whether keys count alike, and the kernels are for this chunk, dtype and device."""
+    fits = chunk == 128 and mode != "decay" and x.dtype.itemsize == 2
+    return fits and gluon_util.can_run_on(triton_util.device_kind())
 
 
 def read(
