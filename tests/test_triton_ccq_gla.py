@@ -384,7 +384,7 @@ def test_results_without_a_gradient_have_the_same_bits(segments, initial_state):
 @on_gpu
 @pytest.mark.parametrize("width", [128, 256])
 def test_many_tokens_add_up_to_their_covariance(width, monkeypatch):
-    # In one accumulator, in which nothing may be lost.
+    # The tensor cores cut off what they add to a sum: with one for all of them this would be 1e-3.
     monkeypatch.setattr(ccq, "LONG", 1 << 30)
     shape = shapes.Shape(1, 262_144, 1, width, width)
     inputs = shapes.make_inputs(
@@ -396,7 +396,7 @@ def test_many_tokens_add_up_to_their_covariance(width, monkeypatch):
     expected = covariance(k.T @ k, k.sum(0))
     outer, total = (np.asarray(x[0, 0], np.float64) for x in (state.key_outer, state.key_sum))
     error = np.linalg.norm(covariance(outer, total) - expected) / np.linalg.norm(expected)
-    assert error <= 1e-3, error
+    assert error <= 3e-5, error
 
 
 @on_gpu

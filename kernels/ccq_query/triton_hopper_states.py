@@ -210,20 +210,19 @@ def add_keys(
         if RESETS:
             counted = gl.where((token >= first)[None, :], counted, gl.zeros_like(counted))
         counted = gl.convert_layout(counted, as_left)
+        mbarrier.wait(full.index(here), chunk // AHEAD & 1)
         updated = ()
         for tile in gl.static_range(TILES):
             kept = state[tile]
             if RESETS:
                 kept = kept * gl.where(old > 0, 1.0, 0.0)
-            updated += (warpgroup_mma(counted, tile_of(ks, slot, tile), kept, is_async=True),)
-        mbarrier.wait(full.index(here), chunk // AHEAD & 1)
-        state = ()
-        for tile in gl.static_range(TILES):
-            added = updated[tile]
+            part = gl.zeros([R, R], gl.float32, layout)
+            part = warpgroup_mma(counted, tile_of(ks, slot, tile), part, use_acc=False, is_async=True)
             if CENTERED:
                 left = lefts[GROUP].index(here).permute((1, 0))
-                added = warpgroup_mma(left, rights[tile].index(here), added, is_async=True)
-            state += (warpgroup_mma_wait(0, deps=[added]),)
+                part = warpgroup_mma(left, rights[tile].index(here), part, is_async=True)
+            updated += (kept + warpgroup_mma_wait(0, deps=[part]),)
+        state = updated
         release(keys_empty.index(slot))
         mbarrier.arrive(empty.index(here), count=1)
         n = old + new
@@ -304,5 +303,5 @@ def states_kernel(
             (load_keys, (k, held, sequence, chunks, H)),
         ],
         [4, 4, 4],
-        [200, 88, 24],
+        [208, 72, 24],
     )  # fmt: skip
