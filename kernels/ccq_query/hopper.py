@@ -174,14 +174,15 @@ def collect(
     each = batch, heads
     entries = (*each, -(-length // kernel.C.value) + 1)
     rows = entries[0] * entries[1] * entries[2] * width
+    side = kernel.SIDE.value
     *state, counts, means, mean_parts, states = triton_util.call(
         kernel.states_kernel,
-        Tiles(k.reshape(batch, length, heads * width), (1, kernel.C.value, kernel.R.value)),
+        Tiles(k.reshape(batch, length, heads * width), (1, kernel.C.value, side)),
         *(k, starts, *((starts,) * 3 if initial_state is None else initial_state), length),
         out=(
             *(f32(each), f32((*each, width)), f32((*each, width, width))),
             *(f32(entries), f32((*entries, width)), like(k, (*entries, MEAN_PARTS.value, width))),
-            Tiles(like(k, (1, rows, width)), (1, kernel.R.value, kernel.R.value)),
+            Tiles(like(k, (1, rows, width)), (1, side, side)),
         ),
         grid=(batch * heads * (kernel.TILES.value // kernel.GROUPS.value),),
         **{"H": heads, "INITIAL": initial_state is not None, "RESETS": mode == "resets"},

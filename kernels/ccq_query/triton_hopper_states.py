@@ -13,23 +13,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.ccq_query.triton_hopper_walk import (
+from kernels.ccq_query.triton_hopper_blocks import (
     HALF,
     LEAVING,
     ROWS,
+    SIDE,
+    first_means,
+    first_rows,
     keep_mean,
     left_rows,
     load_last_start,
+    move_mean,
     right_rows,
     send,
     step_of,
+    store_last_rows,
     store_ones,
 )
 from kernels.gluon_blocks import release
 
-# Tokens of a chunk; rows of a group, and a tile's columns.
+# Tokens of a chunk.
 C = gl.constexpr(128)
-R = gl.constexpr(64)
 # Channels, and their tiles; groups of a block.
 K = gl.constexpr(256)
 TILES = gl.constexpr(4)
@@ -47,7 +51,7 @@ def load_keys(k, keys, sequence, chunks, H: gl.constexpr):
         mbarrier.wait(empty.index(slot), (chunk // RING & 1) ^ 1)
         mbarrier.expect(full.index(slot), 2 * C * K)
         for tile in gl.static_range(TILES):
-            place = [sequence // H, chunk * C, sequence % H * K + tile * R]
+            place = [sequence // H, chunk * C, sequence % H * K + tile * SIDE]
             tma.async_copy_global_to_shared(
                 k, place, full.index(slot), ks.index(slot * TILES + tile)
             )
@@ -55,7 +59,7 @@ def load_keys(k, keys, sequence, chunks, H: gl.constexpr):
 
 @gluon.jit
 def tile_of(ks, slot, tile):
-    return ks.index(slot * TILES + tile).reshape([C, R])
+    return ks.index(slot * TILES + tile).reshape([C, SIDE])
 
 
 @gluon.jit
@@ -79,22 +83,15 @@ def move_means(
     batch = sequence // H
     starts += batch.to(gl.int64) * length
     first_key = (batch.to(gl.int64) * length * H + sequence % H) * K
-    column = gl.arange(0, R, gl.SliceLayout(0, down))
+    column = gl.arange(0, SIDE, gl.SliceLayout(0, down))
     row = gl.arange(0, ROWS, gl.SliceLayout(1, down))[:, None]
     token = gl.arange(0, C, gl.SliceLayout(0, of_ones))
     tile_row = gl.arange(0, ROWS, gl.SliceLayout(1, of_ones))[:, None]
     n = 0.0
     if INITIAL:
         n = gl.load(count + sequence)
-    mean = ()
-    for tile in gl.static_range(TILES):
-        # No tokens have no mean: the first key stands for it.
-        origin = gl.load(first_keys + first_key + tile * R + column).to(gl.float32)
-        if INITIAL:
-            incoming = gl.load(key_sum + sequence.to(gl.int64) * K + tile * R + column)
-            if n > 0:
-                origin = incoming * (1.0 / n)
-        mean += (origin,)
+    of_head = sequence.to(gl.int64) * K
+    mean = first_means(first_keys, first_key, key_sum, of_head, n, column, K, INITIAL)
     entries = sequence * (chunks + 1)
     coming = -1
     if not RESETS:
@@ -104,7 +101,7 @@ def move_means(
     for chunk in range(0, chunks):
         if pair == 0:
             gl.store(chunk_counts + entries + chunk, n)
-            keep_mean(chunk_means, mean_parts, entries + chunk, mean, column, TILES, R)
+            keep_mean(chunk_means, mean_parts, entries + chunk, mean, column, K)
         slot, here = chunk % RING, chunk % AHEAD
         if RESETS:
             coming = load_last_start(starts, chunk, length, C)
@@ -114,7 +111,7 @@ def move_means(
         new, old = step_of(coming, length - chunk * C, n, C, RESETS)
         after = old + new
         mbarrier.wait(keys_full.index(slot), chunk // RING & 1)
-        total = gl.zeros([R, ROWS], gl.float32, of_parts)
+        total = gl.zeros([SIDE, ROWS], gl.float32, of_parts)
         for tile in gl.static_range(TILES):
             k_tile = tile_of(ks, slot, tile).permute((1, 0))
             total = warpgroup_mma(k_tile, ones[tile].permute((1, 0)), total, is_async=True)
@@ -129,15 +126,15 @@ def move_means(
         for tile in gl.static_range(TILES):
             s = gl.sum(of_channel.slice(tile, 1).load(across), 0)
             s = gl.convert_layout(s, gl.SliceLayout(0, down))
-            e = s - (kept * new) * mean[tile]
-            moved += (kept * mean[tile] + e * (1.0 / after),)
+            e, of_tile = move_mean(mean[tile], s, after, kept, new)
+            moved += (of_tile,)
             if CENTERED:
                 below = row < HALF
                 if tile // GROUPS == pair:
                     x = gl.where(below, -moved[tile][None, :], (-kept * s)[None, :])
                     lefts[tile % GROUPS].index(here).store(left_rows(row, x, dtype))
                 x = gl.where(below, e[None, :], mean[tile][None, :])
-                rest = gl.zeros([ROWS, R], dtype, down)
+                rest = gl.zeros([ROWS, SIDE], dtype, down)
                 rights[tile].index(here).store(right_rows(row, x, rest, dtype))
         fence_async_shared()
         release(full.index(here))
@@ -148,10 +145,10 @@ def move_means(
     release(finished)
     if pair == 0:
         gl.store(chunk_counts + entries + chunks, n)
-        keep_mean(chunk_means, mean_parts, entries + chunks, mean, column, TILES, R)
+        keep_mean(chunk_means, mean_parts, entries + chunks, mean, column, K)
         gl.store(final_count + sequence, n)
         for tile in gl.static_range(TILES):
-            gl.store(final_sum + sequence.to(gl.int64) * K + tile * R + column, n * mean[tile])
+            gl.store(final_sum + of_head + tile * SIDE + column, n * mean[tile])
 
 
 @gluon.jit
@@ -166,29 +163,19 @@ def add_keys(
     _, _, means, finished = sums
     starts, count, key_sum, key_outer = inputs
     final_outer, states = outputs
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
     as_left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     dtype: gl.constexpr = ks.dtype
     block = pair * GROUPS + GROUP
     starts += (sequence // H).to(gl.int64) * length
-    row = block * R + gl.arange(0, R, gl.SliceLayout(1, layout))
-    column = gl.arange(0, R, gl.SliceLayout(0, layout))
+    row = block * SIDE + gl.arange(0, SIDE, gl.SliceLayout(1, layout))
+    column = gl.arange(0, SIDE, gl.SliceLayout(0, layout))
     token = gl.arange(0, C, gl.SliceLayout(0, layout))
-    place = row[:, None] * K + column[None, :]
-    of_state = sequence.to(gl.int64) * K
+    of_head = sequence.to(gl.int64) * K
     n = 0.0
     if INITIAL:
         n = gl.load(count + sequence)
-    state = ()
-    for tile in gl.static_range(TILES):
-        x = gl.zeros([R, R], gl.float32, layout)
-        if INITIAL:
-            x = gl.load(key_outer + of_state * K + place + tile * R)
-            if CENTERED and n > 0:
-                of_rows = gl.load(key_sum + of_state + row) * (1.0 / n)
-                of_columns = gl.load(key_sum + of_state + tile * R + column)
-                x -= of_rows[:, None] * of_columns[None, :]
-        state += (x,)
+    state = first_rows(key_sum, key_outer, of_head, n, row, column, layout, K, INITIAL, CENTERED)
     turn = 0
     coming = -1
     if RESETS:
@@ -203,7 +190,7 @@ def add_keys(
         if n > 0:
             inverse = 1.0 / n
         for tile in gl.static_range(TILES):
-            at = [0, (sequence * (chunks + 1) + chunk) * K + block * R, tile * R]
+            at = [0, (sequence * (chunks + 1) + chunk) * K + block * SIDE, tile * SIDE]
             turn = send((state[tile] * inverse).to(dtype), states, at, results, turn)
         mbarrier.wait(keys_full.index(slot), chunk // RING & 1)
         counted = tile_of(ks, slot, block).permute((1, 0)).load(layout)
@@ -216,8 +203,10 @@ def add_keys(
             kept = state[tile]
             if RESETS:
                 kept = kept * gl.where(old > 0, 1.0, 0.0)
-            part = gl.zeros([R, R], gl.float32, layout)
-            part = warpgroup_mma(counted, tile_of(ks, slot, tile), part, use_acc=False, is_async=True)
+            part = gl.zeros([SIDE, SIDE], gl.float32, layout)
+            part = warpgroup_mma(
+                counted, tile_of(ks, slot, tile), part, use_acc=False, is_async=True
+            )
             if CENTERED:
                 left = lefts[GROUP].index(here).permute((1, 0))
                 part = warpgroup_mma(left, rights[tile].index(here), part, is_async=True)
@@ -228,13 +217,7 @@ def add_keys(
         n = old + new
     tma.store_wait(0)
     mbarrier.wait(finished, 0)
-    for tile in gl.static_range(TILES):
-        x = state[tile]
-        if CENTERED:
-            of_rows = n * means.index(block).load(gl.SliceLayout(1, layout))
-            of_columns = means.index(tile).load(gl.SliceLayout(0, layout))
-            x += of_rows[:, None] * of_columns[None, :]
-        gl.store(final_outer + of_state * K + place + tile * R, x)
+    store_last_rows(final_outer, of_head, state, means, n, block, row, column, layout, K, CENTERED)
 
 
 @gluon.jit
@@ -252,20 +235,20 @@ def states_kernel(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rowwise: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     bars: gl.constexpr = mbarrier.MBarrierLayout()
-    ks = gl.allocate_shared_memory(dtype, [RING * TILES, 1, C, R], k.layout)
+    ks = gl.allocate_shared_memory(dtype, [RING * TILES, 1, C, SIDE], k.layout)
     lefts = ()
     rights = ()
     ones = ()
     for _ in gl.static_range(TILES):
         # Of each tile by itself: between stores to one buffer the compiler puts a barrier.
-        rights += (gl.allocate_shared_memory(dtype, [AHEAD, ROWS, R], plain),)
+        rights += (gl.allocate_shared_memory(dtype, [AHEAD, ROWS, SIDE], plain),)
         ones += (gl.allocate_shared_memory(dtype, [ROWS, C], plain),)
     for _ in gl.static_range(GROUPS):
-        lefts += (gl.allocate_shared_memory(dtype, [AHEAD, ROWS, R], plain),)
-    first_results = gl.allocate_shared_memory(dtype, [LEAVING, 1, R, R], states.layout)
-    second_results = gl.allocate_shared_memory(dtype, [LEAVING, 1, R, R], states.layout)
-    of_channel = gl.allocate_shared_memory(gl.float32, [ROWS, R], rowwise)
-    means = gl.allocate_shared_memory(gl.float32, [TILES, R], flat)
+        lefts += (gl.allocate_shared_memory(dtype, [AHEAD, ROWS, SIDE], plain),)
+    first_results = gl.allocate_shared_memory(dtype, [LEAVING, 1, SIDE, SIDE], states.layout)
+    second_results = gl.allocate_shared_memory(dtype, [LEAVING, 1, SIDE, SIDE], states.layout)
+    of_channel = gl.allocate_shared_memory(gl.float32, [ROWS, SIDE], rowwise)
+    means = gl.allocate_shared_memory(gl.float32, [TILES, SIDE], flat)
     keys_full = gl.allocate_shared_memory(gl.int64, [RING, 1], bars)
     keys_empty = gl.allocate_shared_memory(gl.int64, [RING, 1], bars)
     full = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], bars)

@@ -23,10 +23,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.ccq_query.triton_hopper_blocks import (
+    HALF,
+    LEAVING,
+    ROWS,
+    first_means,
+    first_rows,
+    keep_mean,
+    left_rows,
+    load_last_start,
+    move_mean,
+    parts_of,
+    right_rows,
+    rounded,
+    send,
+    square,
+    step_of,
+    store_last_rows,
+    store_ones,
+)
 from kernels.ccq_query.triton_kernels import MEAN_PARTS
 from kernels.gluon_blocks import release
 
-# Tokens of a chunk, rows of a group, and a tile's rows and columns.
+# Tokens of a chunk, as many as a tile has rows and columns.
 C = gl.constexpr(64)
 # Channels, and their tiles: as many as groups.
 K = gl.constexpr(128)
@@ -36,11 +55,6 @@ RING = gl.constexpr(4)
 AHEAD = gl.constexpr(2)
 # Every so many chunks the statistics are kept, if they are.
 KEPT = gl.constexpr(2)
-# Rows of a tile of parts, of two vectors: six of each half, and two more for what else there is.
-ROWS = gl.constexpr(16)
-HALF = gl.constexpr(8)
-# Tiles of a group that are on their way out.
-LEAVING = gl.constexpr(2)
 
 
 @gluon.jit
@@ -58,27 +72,6 @@ def load_tokens(q, k, tokens, sequence, chunks, H: gl.constexpr):
 
 
 @gluon.jit
-def load_last_start(starts, chunk, length, C: gl.constexpr):
-    """Where in a chunk, or the sequence's last, the segment of the last token starts, or -1."""
-    return gl.load(starts + gl.minimum((chunk + 1) * C, length) - 1)
-
-
-@gluon.jit
-def step_of(last_start, left, n, C: gl.constexpr, RESETS: gl.constexpr):
-    """How many keys of a chunk count at its end, and the weight left of those before it."""
-    new = gl.minimum(left, C)
-    if RESETS:
-        new -= gl.maximum(last_start, 0)
-        n = gl.where(last_start < 0, n, 0.0)
-    return new.to(gl.float32), n
-
-
-@gluon.jit
-def square(tiles, n):
-    return tiles.index(n).reshape([C, C])
-
-
-@gluon.jit
 def over_tiles(left, right, first, total):
     """The sum of left_i right_i^T over a chunk's tiles, when it is waited for."""
     for tile in gl.static_range(TILES):
@@ -88,14 +81,6 @@ def over_tiles(left, right, first, total):
         else:
             total = warpgroup_mma(a, b, total, is_async=True)
     return total
-
-
-@gluon.jit
-def store_ones(ones, row, token, last_start, TILES: gl.constexpr):
-    """In the row of a tile's number, ones for the keys that count at the chunk's end."""
-    for tile in gl.static_range(TILES):
-        counts = (row == tile) & (token >= last_start)[None, :]
-        ones[tile].store(counts.to(gl.float32).to(ones[tile].dtype))
 
 
 @gluon.jit
@@ -109,47 +94,6 @@ def sum_keys(ks, ones, slot, of_parts: gl.constexpr):
 
 
 @gluon.jit
-def rounded(x, dtype: gl.constexpr):
-    """x.to(dtype), in pairs also where the result is read as float32 again, which the compiler takes apart."""
-    if dtype == gl.bfloat16:
-        code: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
-        return gl.inline_asm_elementwise(
-            code, "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        code: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
-        return gl.inline_asm_elementwise(
-            code, "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
-        )
-
-
-@gluon.jit
-def parts_of(x, dtype: gl.constexpr):
-    first = rounded(x, dtype)
-    x -= first.to(gl.float32)
-    second = rounded(x, dtype)
-    return first, second, rounded(x - second.to(gl.float32), dtype)
-
-
-@gluon.jit
-def left_rows(row, x, dtype: gl.constexpr):
-    """Parts of x in such rows that products with `right_rows` add up; zeros in a half's last two."""
-    first, second, third = parts_of(x, dtype)
-    row = row % HALF
-    rows = gl.where(row < 3, first, gl.where(row < 5, second, third))
-    return gl.where(row < 6, rows, gl.zeros_like(rows))
-
-
-@gluon.jit
-def right_rows(row, x, rest, dtype: gl.constexpr):
-    """As `left_rows`, with `rest` in a half's last two rows."""
-    first, second, third = parts_of(x, dtype)
-    row = row % HALF
-    rows = gl.where((row == 1) | (row == 4), second, gl.where(row == 2, third, first))
-    return gl.where(row < 6, rows, rest)
-
-
-@gluon.jit
 def other_rows(row, x, dtype: gl.constexpr):
     """Parts of x in the rows that `left_rows` leaves."""
     first, second, third = parts_of(x, dtype)
@@ -159,17 +103,6 @@ def other_rows(row, x, dtype: gl.constexpr):
 @gluon.jit
 def is_other(row):
     return (row == HALF - 2) | (row == HALF - 1) | (row == ROWS - 2)
-
-
-@gluon.jit
-def keep_mean(means, mean_parts, entry, mean, column, TILES: gl.constexpr, C: gl.constexpr):
-    """Writes a mean and its parts as `triton_states.states_kernel` does."""
-    for tile in gl.static_range(TILES):
-        gl.store(means + entry.to(gl.int64) * (TILES * C) + tile * C + column, mean[tile])
-        parts = parts_of(mean[tile], mean_parts.dtype.element_ty)
-        for part in gl.static_range(MEAN_PARTS):
-            at = (entry.to(gl.int64) * MEAN_PARTS + part) * (TILES * C) + tile * C + column
-            gl.store(mean_parts + at, parts[part])
 
 
 @gluon.jit
@@ -203,15 +136,8 @@ def weigh(
     n = 0.0
     if INITIAL:
         n = gl.load(count + sequence)
-    mean = ()
-    for tile in gl.static_range(TILES):
-        # No tokens have no mean: the first key stands for it.
-        origin = gl.load(keys + first_token * K + tile * C + column).to(gl.float32)
-        if INITIAL:
-            incoming = gl.load(key_sum + sequence.to(gl.int64) * K + tile * C + column)
-            if n > 0:
-                origin = incoming * (1.0 / n)
-        mean += (origin,)
+    of_head = sequence.to(gl.int64) * K
+    mean = first_means(keys, first_token * K, key_sum, of_head, n, column, K, INITIAL)
     center = mean
     entries = sequence * ((chunks + KEPT - 1) // KEPT + 1)
     last_entry = entries + (chunks + KEPT - 1) // KEPT
@@ -228,7 +154,7 @@ def weigh(
     for chunk in range(0, chunks):
         if STATES and chunk % KEPT == 0:
             gl.store(chunk_counts + entries + chunk // KEPT, n)
-            keep_mean(chunk_means, mean_parts, entries + chunk // KEPT, mean, column, TILES, C)
+            keep_mean(chunk_means, mean_parts, entries + chunk // KEPT, mean, column, K)
         slot, here = chunk % RING, chunk % AHEAD
         left = length - chunk * C
         live = rows < left
@@ -256,8 +182,8 @@ def weigh(
         for tile in gl.static_range(TILES):
             s = gl.sum(of_channel.slice(tile, 1).load(across), 0)
             s = gl.convert_layout(s, gl.SliceLayout(0, down))
-            e = s - (kept * new) * mean[tile]
-            moved += (kept * mean[tile] + e * (1.0 / after),)
+            e, of_tile = move_mean(mean[tile], s, after, kept, new)
+            moved += (of_tile,)
             if CENTERED:
                 below = row < HALF
                 x = gl.where(below, -moved[tile][None, :], (-kept * s)[None, :])
@@ -271,7 +197,7 @@ def weigh(
                 rights[tile].index(here).store(right_rows(row, x, rest, dtype))
         if STATES and chunk == 0:
             center = moved
-            keep_mean(chunk_means, mean_parts, last_entry, center, column, TILES, C)
+            keep_mean(chunk_means, mean_parts, last_entry, center, column, K)
         shift = gl.zeros([C], gl.float32, by_row)
         of_center = gl.zeros([C], gl.float32, by_row)
         average = gl.zeros([C], gl.float32, by_row)
@@ -326,30 +252,29 @@ def weigh(
     release(finished)
     gl.store(final_count + sequence, n)
     for tile in gl.static_range(TILES):
-        gl.store(final_sum + sequence.to(gl.int64) * K + tile * C + column, n * mean[tile])
+        gl.store(final_sum + of_head + tile * C + column, n * mean[tile])
 
 
 @gluon.jit
-def send(x, target, at, slots, turn):
-    """Has a tile on its way out, as soon as there is a place for it."""
-    tma.store_wait(LEAVING - 1)
-    gl.barrier()
-    tile = slots.index(turn % LEAVING)
-    square(slots, turn % LEAVING).store(x)
-    fence_async_shared()
-    gl.barrier()
-    tma.async_copy_shared_to_global(target, at, tile)
-    return turn + 1
-
-
-@gluon.jit
-def added(counted, ks, slot, left, rights, here, tile: gl.constexpr, layout: gl.constexpr, CENTERED: gl.constexpr):
+def added(
+    counted,
+    ks,
+    slot,
+    left,
+    rights,
+    here,
+    tile: gl.constexpr,
+    layout: gl.constexpr,
+    CENTERED: gl.constexpr,
+):
     """What a chunk adds to a group's rows and a tile's columns of n Sigma, when it is waited for.
 
     By itself: the tensor cores cut off what they add to a sum, which would add up with the chunks.
     """
     total = gl.zeros([C, C], gl.float32, layout)
-    total = warpgroup_mma(counted, square(ks, slot * TILES + tile), total, use_acc=False, is_async=True)
+    total = warpgroup_mma(
+        counted, square(ks, slot * TILES + tile), total, use_acc=False, is_async=True
+    )
     if CENTERED:
         total = warpgroup_mma(left, rights[tile].index(here), total, is_async=True)
     return total
@@ -374,21 +299,11 @@ def read(
     starts += batch.to(gl.int64) * length
     row = GROUP * C + gl.arange(0, C, gl.SliceLayout(1, layout))
     column = gl.arange(0, C, gl.SliceLayout(0, layout))
-    place = row[:, None] * K + column[None, :]
-    of_state = sequence.to(gl.int64) * K
+    of_head = sequence.to(gl.int64) * K
     n = 0.0
     if INITIAL:
         n = gl.load(count + sequence)
-    state = ()
-    for tile in gl.static_range(TILES):
-        x = gl.zeros([C, C], gl.float32, layout)
-        if INITIAL:
-            x = gl.load(key_outer + of_state * K + place + tile * C)
-            if CENTERED and n > 0:
-                of_rows = gl.load(key_sum + of_state + row) * (1.0 / n)
-                of_columns = gl.load(key_sum + of_state + tile * C + column)
-                x -= of_rows[:, None] * of_columns[None, :]
-        state += (x,)
+    state = first_rows(key_sum, key_outer, of_head, n, row, column, layout, K, INITIAL, CENTERED)
     entries = sequence * ((chunks + KEPT - 1) // KEPT + 1)
     turn = 0
     coming = -1
@@ -406,12 +321,12 @@ def read(
         mbarrier.wait(tokens_full.index(slot), chunk // RING & 1)
         total = gl.zeros([C, C], gl.float32, layout)
         for tile in gl.static_range(TILES):
-            rounded = (state[tile] * inverse).to(dtype)
+            copy = (state[tile] * inverse).to(dtype)
             if STATES and chunk % KEPT == 0:
                 at = [0, (entries + chunk // KEPT) * K + GROUP * C, tile * C]
-                turn = send(rounded, states, at, results, turn)
+                turn = send(copy, states, at, results, turn)
             q_tile = square(qs, slot * TILES + tile).permute((1, 0))
-            total = warpgroup_mma(gl.convert_layout(rounded, as_left), q_tile, total, is_async=True)
+            total = warpgroup_mma(gl.convert_layout(copy, as_left), q_tile, total, is_async=True)
         keys = square(ks, slot * TILES + GROUP).permute((1, 0))
         counted = keys.load(layout)
         if RESETS:
@@ -449,13 +364,7 @@ def read(
         n = old + new
     tma.store_wait(0)
     mbarrier.wait(finished, 0)
-    for tile in gl.static_range(TILES):
-        x = state[tile]
-        if CENTERED:
-            of_rows = n * means.index(GROUP).load(gl.SliceLayout(1, layout))
-            of_columns = means.index(tile).load(gl.SliceLayout(0, layout))
-            x += of_rows[:, None] * of_columns[None, :]
-        gl.store(final_outer + of_state * K + place + tile * C, x)
+    store_last_rows(final_outer, of_head, state, means, n, GROUP, row, column, layout, K, CENTERED)
 
 
 @gluon.jit
