@@ -5,7 +5,7 @@ An implementation is a module `kernels.<operator>.<name>` with
     forward(*inputs, **static) -> (out, state, residuals)
     backward(residuals, d_out, d_state, **static) -> one gradient an input, each in its input's dtype
     primal(*inputs, **static)           if it has one: the forward that keeps nothing, (out, state, None)
-    REFS = True                         if it updates Refs, or others of its platform do
+    REFS = True                         if its forward may have Refs, as one whose outputs are poisoned has
     unavailable() -> str | None         why it cannot run on this machine; None if it can
 
 or, where JAX differentiates it, `differentiable = True` and `forward(*inputs, **static) -> (out, state)`.
@@ -166,7 +166,7 @@ def _backward(module: ModuleType, static: Static, residuals: Any, cotangents: An
 _with_gradient = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
 _with_gradient.defvjp(_forward, _backward)
 # The primal also serves a forward whose residuals `jax.checkpoint` forgets. JAX gives up the gradient's gradient
-# for that, which kernels do not have, and Refs in the program.
+# for that, which kernels do not have, and has no rule for Refs in the forward.
 _with_primal = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
 _with_primal.defvjp(_forward, _backward, optimize_remat=True)
 

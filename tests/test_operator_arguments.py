@@ -1,5 +1,7 @@
 """Wrong arguments are refused by name; the implementation that runs is the one that was asked for."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,6 +120,29 @@ def test_the_best_of_a_platform_runs_and_a_fallback_warns_once(monkeypatch):
         assert dispatch.select("gated_delta_rule", None, length=2) == "xla"
     assert dispatch.select("gated_delta_rule", None, length=2) == "xla"
     dispatch._warn_once.cache_clear()
+
+
+def test_a_forward_with_refs_says_so(monkeypatch):
+    def square(x):
+        ref = jax.new_ref(x)
+        ref[...] *= x
+        return jax.freeze(ref), x, 2 * x
+
+    module = types.ModuleType("square")
+    module.forward = module.primal = square
+    module.backward = lambda slope, d_out, d_state: (slope * d_out + d_state,)
+    monkeypatch.setattr(dispatch, "select", lambda *names, length: module)
+
+    def both_ways(x):
+        out, pullback = jax.vjp(lambda x: dispatch.call("square", None, (x,))[0], x)
+        return out, pullback(out)
+
+    with pytest.raises(NotImplementedError, match="remat_opt"):
+        jax.jit(both_ways)(jnp.ones((1, 3)))
+    module.REFS = True
+    out, (gradient,) = jax.jit(both_ways)(jnp.full((1, 4), 3.0))  # traced anew
+    assert jnp.array_equal(out, jnp.full((1, 4), 9.0))
+    assert jnp.array_equal(gradient, jnp.full((1, 4), 2 * 3 * 9.0))
 
 
 @pytest.mark.filterwarnings("error")

@@ -238,8 +238,8 @@ def test_without_a_gradient_the_walk_writes_no_states():
 
 @lowers
 @pytest.mark.parametrize("name", ["k128", "k256"])
-def test_gradients_lower_in_a_program_with_refs(name, monkeypatch):
-    # As backbones and poisoned outputs have them; JAX cannot forget residuals there.
+def test_gradients_lower_with_poisoned_outputs(name, monkeypatch):
+    # They are Refs, of which JAX cannot forget residuals.
     monkeypatch.setattr(ccq, "unavailable", lambda: None)
     q, k, lam, *_ = arguments("ccq_query", name, "bfloat16", "none")
 

@@ -3,7 +3,8 @@
 This module imports without Triton or jax-triton installed.
 """
 
-from typing import TypeAlias
+import math
+from typing import Any, TypeAlias
 
 from jaxtyping import Array, Float, Int
 
@@ -12,8 +13,6 @@ from kernels.ccq_query.state import CCQState
 from kernels.gluon_util import Tiles
 from kernels.triton_util import f32, like
 
-# Tokens of a chunk of the walk.
-STEP = 64
 # Counts, means, their parts and covariances at the chunks' starts.
 OfKeys: TypeAlias = tuple[Array, Array, Array, Array]
 
@@ -116,39 +115,35 @@ def walk(
       q: queries.
       k: keys.
       lam: strengths.
-      starts: with mode "resets", where in its STEP tokens each token's segment starts.
+      starts: with mode "resets", where in its chunk of the walk each token's segment starts.
       initial_state: None if there is none.
       mode: "all" or "resets".
       centered: as in `ccq_query`.
       keep: asks for what the backward needs, else these results are empty.
     """
-    from kernels.ccq_query import triton_hopper_walk
-    from kernels.ccq_query.triton_kernels import MEAN_PARTS
+    from kernels.ccq_query import triton_hopper_walk as kernel
 
     batch, length, heads, width = q.shape
-    tokens = lambda x: Tiles(x.reshape(batch, length, heads * width), (1, STEP, STEP))
+    tile = (1, kernel.C.value, kernel.C.value)
+    tokens = lambda x: Tiles(x.reshape(batch, length, heads * width), tile)
     scalar = f32((batch, length, heads) if keep else (1,))
-    each = batch, heads
-    entries = (*each, -(-length // (2 * STEP)) + 1) if keep else (1, 1, 1)
-    rows = entries[0] * entries[1] * entries[2] * width
-    out, r, mean_q, n, *state, counts, means, mean_parts, states = triton_util.call(
-        triton_hopper_walk.walk_kernel,
+    chunks = -(-length // (kernel.C.value * kernel.KEPT.value))
+    entries = (batch, heads, chunks + 1) if keep else (1, 1, 1)
+    out, r, mean_q, n, *statistics = triton_util.call(
+        kernel.walk_kernel,
         *(tokens(q), tokens(k), k, lam, starts),
         *((lam,) * 3 if initial_state is None else initial_state),
         length,
         out=(
-            Tiles(like(q, (batch, length, heads * width)), (1, STEP, STEP)),
-            *(scalar,) * 3,
-            *(f32(each), f32((*each, width)), f32((*each, width, width))),
-            *(f32(entries), f32((*entries, width)), like(q, (*entries, MEAN_PARTS.value, width))),
-            Tiles(like(q, (1, rows, width)), (1, STEP, STEP)),
+            Tiles(like(q, (batch, length, heads * width)), tile),
+            *(*(scalar,) * 3, *_results(k, entries, tile)),
         ),
         grid=(batch * heads,),
         **{"H": heads, "INITIAL": initial_state is not None, "STATES": keep},
         **{"RESETS": mode == "resets", "CENTERED": centered, "num_warps": 4, "num_stages": 1},
     )
-    of_keys = counts, means, mean_parts, states.reshape(*entries, width, width)
-    return out.reshape(q.shape), CCQState(*state), (r, mean_q, n), of_keys
+    of_keys, state = _named(statistics, entries)
+    return out.reshape(q.shape), state, (r, mean_q, n), of_keys
 
 
 def collect(
@@ -168,25 +163,39 @@ def collect(
       centered: as in `ccq_query`.
     """
     from kernels.ccq_query import triton_hopper_states as kernel
-    from kernels.ccq_query.triton_kernels import MEAN_PARTS
 
     batch, length, heads, width = k.shape
-    each = batch, heads
-    entries = (*each, -(-length // kernel.C.value) + 1)
-    rows = entries[0] * entries[1] * entries[2] * width
-    side = kernel.SIDE.value
-    *state, counts, means, mean_parts, states = triton_util.call(
+    chunk, side = kernel.C.value, kernel.SIDE.value
+    entries = batch, heads, -(-length // chunk) + 1
+    statistics = triton_util.call(
         kernel.states_kernel,
-        Tiles(k.reshape(batch, length, heads * width), (1, kernel.C.value, side)),
+        Tiles(k.reshape(batch, length, heads * width), (1, chunk, side)),
         *(k, starts, *((starts,) * 3 if initial_state is None else initial_state), length),
-        out=(
-            *(f32(each), f32((*each, width)), f32((*each, width, width))),
-            *(f32(entries), f32((*entries, width)), like(k, (*entries, MEAN_PARTS.value, width))),
-            Tiles(like(k, (1, rows, width)), (1, side, side)),
-        ),
+        out=_results(k, entries, (1, side, side)),
         grid=(batch * heads * (kernel.TILES.value // kernel.GROUPS.value),),
         **{"H": heads, "INITIAL": initial_state is not None, "RESETS": mode == "resets"},
         **{"CENTERED": centered, "num_warps": 4, "num_stages": 1},
     )
+    return _named(statistics, entries)
+
+
+def _results(
+    k: Float[Array, "B T H K"], entries: tuple[int, int, int], tile: tuple[int, int, int]
+) -> tuple[Any, ...]:
+    """What a walk writes: the last state, and statistics at so many `entries`, covariances in tiles."""
+    from kernels.ccq_query.triton_kernels import MEAN_PARTS
+
+    batch, _, heads, width = k.shape
+    return (
+        *(f32((batch, heads)), f32((batch, heads, width)), f32((batch, heads, width, width))),
+        *(f32(entries), f32((*entries, width)), like(k, (*entries, MEAN_PARTS.value, width))),
+        Tiles(like(k, (1, math.prod(entries) * width, width)), tile),
+    )
+
+
+def _named(results: Any, entries: tuple[int, int, int]) -> tuple[OfKeys, CCQState]:
+    """A walk's statistics, and the last state."""
+    *state, counts, means, mean_parts, states = results
+    width = means.shape[-1]
     of_keys = counts, means, mean_parts, states.reshape(*entries, width, width)
     return of_keys, CCQState(*state)

@@ -73,7 +73,10 @@ def forward(
     inputs = (q, k, lam, log_decay, initial_state)
     initial = initial_state if has_initial_state else None
     if hopper.can_walk(q, chunk, mode) and _parts(q) == 1:
-        starts = lam if log_decay is None else _starts(log_decay, hopper.STEP)
+        from kernels.ccq_query import triton_hopper_walk
+
+        chunk_of_walk = triton_hopper_walk.C.value
+        starts = lam if log_decay is None else _starts(log_decay, chunk_of_walk)
         out, state, (r, mean_q, n), of_keys = hopper.walk(
             q, k, lam, starts, initial, mode, centered, keep
         )
