@@ -29,7 +29,7 @@ def can_collect(k: Array, chunk: int, mode: str) -> bool:
 
 def can_read(q: Array, chunk: int, mode: str) -> bool:
     """Whether `read` can do it: all of a chunk in shared memory."""
-    return q.shape[-1] in (64, 128) and _can_run(q, chunk, mode)
+    return q.shape[-1] in (64, 128, 256) and _can_run(q, chunk, mode)
 
 
 def _can_run(x: Array, chunk: int, mode: str) -> bool:
@@ -45,12 +45,13 @@ def read(
     lam: Float[Array, "B T H"],
     starts: Int[Array, "B T"],
     other_r: Float[Array, "B T H"],
+    mean_other: Float[Array, "B T H"],
     of_keys: OfKeys,
     mode: str,
     centered: bool,
     backward: bool = False,
 ) -> tuple[Array, ...]:
-    """The results of `read_kernel` that are not empty: out, r, q . mean, n; or d_q, g . mean, d_lam, shares, h_terms.
+    """The results of `read_kernel` that are not empty: out, r, q . mean, n; or d_q, g . mean, d_lam, shares, h_terms, lines.
 
     Args:
       q: queries or, backward, the gradient g of the clean ones.
@@ -59,44 +60,95 @@ def read(
       lam: strengths.
       starts: with mode "resets", where in its chunk each token's segment starts.
       other_r: backward, the queries' r.
+      mean_other: backward, their products with the mean.
       of_keys: counts, means, their parts, and covariances at the chunks' starts.
       mode: "all" or "resets".
       centered: as in `ccq_query`.
       backward: which of both.
     """
     from kernels.ccq_query import triton_hopper
+    from kernels.ccq_query import triton_hopper_tiles as tiles
 
-    counts, means, mean_parts, states = of_keys
+    counts, _, mean_parts, states = of_keys
     batch, length, heads, width = q.shape
-    rows, groups = triton_hopper.R.value, triton_hopper.GROUPS.value
+    rows, groups = tiles.R.value, tiles.GROUPS.value
     chunks = counts.shape[2] - 1
     items = chunks * batch * heads
     of_tokens = (batch, length, heads * width)
-    tokens = lambda x, n: Tiles(x.reshape(of_tokens), (1, n, width))
+    tokens = lambda x, n: Tiles(x.reshape(of_tokens), (1, n, rows))
     scalar, unused = f32((batch, length, heads)), f32((1,))
     if backward:
         scalars = unused, scalar, unused, like(lam)
         rest = like(q, of_tokens), f32((batch, heads, chunks, groups, width))
+        lines = f32((batch, heads, chunks, tiles.LINES.value, tiles.C.value))
     else:
         scalars = scalar, scalar, scalar, unused
         rest = like(q, (1, 1, width)), unused
-    out, r, mean_q, n, d_lam, shares, h_terms = triton_util.call(
+        lines = unused
+    out, r, mean_q, n, d_lam, shares, h_terms, lines = triton_util.call(
         triton_hopper.read_kernel,
         *(tokens(q, rows), tokens(k, groups * rows), tokens(other, rows)),
-        Tiles(mean_parts.reshape(-1, width), (triton_hopper.MEAN_ROWS.value, width)),
-        Tiles(states.reshape(1, -1, width), (1, rows, width)),
-        *(lam, starts, other_r, counts, means, length, items),
+        Tiles(mean_parts.reshape(-1, width), (triton_hopper.HALF.value, rows)),
+        Tiles(states.reshape(1, -1, width), (1, rows, rows)),
+        *(lam, starts, other_r, mean_other, counts, length, items),
         out=(
-            Tiles(like(q, of_tokens), (1, rows, width)),
-            *(*scalars, Tiles(rest[0], (1, rows, width)), rest[1]),
+            Tiles(like(q, of_tokens), (1, rows, rows)),
+            *(*scalars, Tiles(rest[0], (1, rows, rows)), rest[1], lines),
         ),
         grid=(min(items, triton_util.num_cores()),),
         **{"H": heads, "K": width, "RESETS": mode == "resets", "CENTERED": centered},
         **{"BACKWARD": backward, "num_warps": 4, "num_stages": 1},
     )
     if backward:
-        return out.reshape(q.shape), mean_q, d_lam, shares.reshape(q.shape), h_terms
+        return out.reshape(q.shape), mean_q, d_lam, shares.reshape(q.shape), h_terms, lines
     return out.reshape(q.shape), r, mean_q, n
+
+
+def keys(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    g: Float[Array, "B T H K"],
+    lines: Float[Array, "B H N 3 128"],
+    starts: Int[Array, "B T"],
+    means: Float[Array, "B H N+1 K"],
+    hs: Float[Array, "B H N K"],
+    fs: Float[Array, "B H N K K"],
+    mode: str,
+    centered: bool,
+) -> Float[Array, "B T H K"]:
+    """The keys' gradients.
+
+    Args:
+      q: queries.
+      k: keys.
+      g: the gradient of the clean queries.
+      lines: from `read`.
+      starts: with mode "resets", where in its chunk each token's segment starts.
+      means: at the chunks' starts; the last is the center.
+      hs: from the adjoint's walk, at the chunks' ends.
+      fs: likewise, of which the tiles on and above the diagonal are read.
+      mode: "all" or "resets".
+      centered: as in `ccq_query`.
+    """
+    from kernels.ccq_query import triton_hopper_keys
+    from kernels.ccq_query import triton_hopper_tiles as tiles
+
+    batch, length, heads, width = q.shape
+    rows, chunk = tiles.R.value, tiles.C.value
+    of_tokens = (batch, length, heads * width)
+    tokens = lambda x, n: Tiles(x.reshape(of_tokens), (1, n, rows))
+    items = batch * heads * hs.shape[2]
+    d_k = triton_util.call(
+        triton_hopper_keys.keys_kernel,
+        *(tokens(q, chunk), tokens(k, rows), tokens(g, chunk)),
+        Tiles(fs.reshape(1, -1, width), (1, rows, rows)),
+        *(lines, starts, means, hs, length, items),
+        out=Tiles(like(k, of_tokens), (1, rows, rows)),
+        grid=(min(items, triton_util.num_cores()),),
+        **{"H": heads, "K": width, "RESETS": mode == "resets", "CENTERED": centered},
+        **{"num_warps": 4, "num_stages": 1},
+    )
+    return d_k.reshape(k.shape)
 
 
 def walk(

@@ -91,7 +91,7 @@ def forward(
     of_keys, state, part_counts = _states(k, weighed, initial, chunk, mode, centered)
     scalar, unused = f32((batch, length, heads)), f32((1,))
     if hopper.can_read(q, chunk, mode):
-        out, r, mean_q, n = hopper.read(q, k, q, lam, starts, lam, of_keys, mode, centered)
+        out, r, mean_q, n = hopper.read(q, k, q, lam, starts, lam, lam, of_keys, mode, centered)
         p = lam
     else:
         config = triton_tiles.of("read", q, chunk, mode)
@@ -142,8 +142,8 @@ def backward(
     if_decays = lambda shape: f32(shape) if mode == "decay" else unused
     if hopper.can_read(q, chunk, mode):
         of_keys = (counts, means, mean_parts, states)
-        d_q, mean_g, d_lam, shares, h_terms = hopper.read(
-            d_out, k, q, lam, starts, r, of_keys, mode, centered, backward=True
+        d_q, mean_g, d_lam, shares, h_terms, lines = hopper.read(
+            d_out, k, q, lam, starts, r, mean_q, of_keys, mode, centered, backward=True
         )
         p_g = past = kappa_terms = lam
         blocks = h_terms.shape[3]
@@ -175,6 +175,7 @@ def backward(
         grid=(tiles * parts * batch * heads,),
         BLOCKS=blocks,
         PARTS=parts,
+        MIRRORED=not hopper.can_read(q, chunk, mode),
         **static,
         **config,
     )
@@ -195,16 +196,19 @@ def backward(
         ),
         FIRST_WALK=False,
     )
-    config = triton_tiles.of("keys", q, chunk, mode)
-    d_k, polynomials = triton_util.call(
-        triton_gradients.keys_kernel,
-        *(q, k, d_out, lam, coarse, fine, starts, to_end, n, mean_q, mean_g, means),
-        *(hs, fs, length),
-        out=(like(q), if_decays(scalar.shape)),
-        grid=(chunk // config["R"] * chunks * batch * heads,),
-        **static,
-        **config,
-    )
+    if hopper.can_read(q, chunk, mode):
+        d_k = hopper.keys(q, k, d_out, lines, starts, means, hs, fs, mode, centered)
+    else:
+        config = triton_tiles.of("keys", q, chunk, mode)
+        d_k, polynomials = triton_util.call(
+            triton_gradients.keys_kernel,
+            *(q, k, d_out, lam, coarse, fine, starts, to_end, n, mean_q, mean_g, means),
+            *(hs, fs, length),
+            out=(like(q), if_decays(scalar.shape)),
+            grid=(chunk // config["R"] * chunks * batch * heads,),
+            **static,
+            **config,
+        )
     if log_decay is None:
         d_log_decay = None
     elif mode == "resets":

@@ -15,12 +15,12 @@ def adjoint_kernel(
     kappas, hs, fs, crossings,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
     BT: tl.constexpr, BLOCKS: tl.constexpr,
-    PARTS: tl.constexpr, FIRST_WALK: tl.constexpr,
+    PARTS: tl.constexpr, FIRST_WALK: tl.constexpr, MIRRORED: tl.constexpr,
     HAS_DECAY: tl.constexpr, RESETS: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     """One tile of F from a part's last token to its first, S a step; writes phi as chunk ends see it.
 
-    F is symmetric: a tile stands for its mirror image too. `shares` is a_t q_t as of the chunk's
+    F is symmetric: a tile stands for its mirror image too, which is written if MIRRORED. `shares` is a_t q_t as of the chunk's
     start. The tiles on the diagonal walk h, the first of them kappa, which is written with decays
     alone, and with it each tile's part of the sum of phi over all keys before the chunk, by their
     number. BLOCKS: in how many parts a chunk's terms come.
@@ -100,7 +100,10 @@ def adjoint_kernel(
             chunk = (step // steps).to(tl.int64)
             if not FIRST_WALK:
                 rounded = f.to(fs.dtype.element_ty)
-                store_symmetric(fs + chunk * K * K, rounded, i, j, off_diagonal, K, even)
+                if MIRRORED:
+                    store_symmetric(fs + chunk * K * K, rounded, i, j, off_diagonal, K, even)
+                else:
+                    store_tile(fs + chunk * K * K, rounded, i, K, K, j, K, even)
                 if not off_diagonal:
                     tl.store(hs + chunk * K + i, h, mask=i < K)
                 if HAS_DECAY:

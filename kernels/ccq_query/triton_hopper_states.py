@@ -63,6 +63,15 @@ def tile_of(ks, slot, tile):
 
 
 @gluon.jit
+def rows_of(pair, GROUP: gl.constexpr):
+    """A group's tile of rows: of one of both blocks the first and the last, so that both have as many tiles to write."""
+    if GROUP == 0:
+        return pair
+    else:
+        return TILES - 1 - pair
+
+
+@gluon.jit
 def move_means(
     keys, moves, sums, inputs, outputs, sequence, pair, chunks, length,
     H: gl.constexpr,
@@ -130,9 +139,10 @@ def move_means(
             moved += (of_tile,)
             if CENTERED:
                 below = row < HALF
-                if tile // GROUPS == pair:
-                    x = gl.where(below, -moved[tile][None, :], (-kept * s)[None, :])
-                    lefts[tile % GROUPS].index(here).store(left_rows(row, x, dtype))
+                for group in gl.static_range(GROUPS):
+                    if tile == rows_of(pair, group):
+                        x = gl.where(below, -moved[tile][None, :], (-kept * s)[None, :])
+                        lefts[group].index(here).store(left_rows(row, x, dtype))
                 x = gl.where(below, e[None, :], mean[tile][None, :])
                 rest = gl.zeros([ROWS, SIDE], dtype, down)
                 rights[tile].index(here).store(right_rows(row, x, rest, dtype))
@@ -166,7 +176,7 @@ def add_keys(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
     as_left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     dtype: gl.constexpr = ks.dtype
-    block = pair * GROUPS + GROUP
+    block = rows_of(pair, GROUP)
     starts += (sequence // H).to(gl.int64) * length
     row = block * SIDE + gl.arange(0, SIDE, gl.SliceLayout(1, layout))
     column = gl.arange(0, SIDE, gl.SliceLayout(0, layout))
@@ -190,8 +200,9 @@ def add_keys(
         if n > 0:
             inverse = 1.0 / n
         for tile in gl.static_range(TILES):
-            at = [0, (sequence * (chunks + 1) + chunk) * K + block * SIDE, tile * SIDE]
-            turn = send((state[tile] * inverse).to(dtype), states, at, results, turn)
+            if tile >= block:
+                at = [0, (sequence * (chunks + 1) + chunk) * K + block * SIDE, tile * SIDE]
+                turn = send((state[tile] * inverse).to(dtype), states, at, results, turn)
         mbarrier.wait(keys_full.index(slot), chunk // RING & 1)
         counted = tile_of(ks, slot, block).permute((1, 0)).load(layout)
         if RESETS:

@@ -322,7 +322,7 @@ def read(
         total = gl.zeros([C, C], gl.float32, layout)
         for tile in gl.static_range(TILES):
             copy = (state[tile] * inverse).to(dtype)
-            if STATES and chunk % KEPT == 0:
+            if STATES and tile >= GROUP and chunk % KEPT == 0:
                 at = [0, (entries + chunk // KEPT) * K + GROUP * C, tile * C]
                 turn = send(copy, states, at, results, turn)
             q_tile = square(qs, slot * TILES + tile).permute((1, 0))
