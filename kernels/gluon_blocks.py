@@ -18,3 +18,11 @@ def release(empty):
     """Says that these warps have done with a buffer."""
     gl.barrier()
     mbarrier.arrive(empty, count=1)
+
+
+@gluon.jit
+def hidden_zero(count):
+    """Zero, which the compiler does not know: else it unrolls loops, or has all tiles' addresses in registers that spill."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, 0;", "=r,r", [count], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from kernels.ccq_query.triton_kernels import MEAN_PARTS
+from kernels.gluon_blocks import hidden_zero
 
 # Rows of a group, and a tile's rows and columns.
 SIDE = gl.constexpr(64)
@@ -39,9 +40,10 @@ def square(tiles, n):
 @gluon.jit
 def store_ones(ones, row, token, last_start, TILES: gl.constexpr):
     """In the row of a tile's number, ones for the keys that count at the chunk's end."""
+    zero = hidden_zero(last_start)
     for tile in gl.static_range(TILES):
         counts = (row == tile) & (token >= last_start)[None, :]
-        ones[tile].store(counts.to(gl.float32).to(ones[tile].dtype))
+        ones[tile].index(zero).store(counts.to(gl.float32).to(ones[tile].dtype))
 
 
 @gluon.jit

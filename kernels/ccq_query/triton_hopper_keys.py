@@ -20,13 +20,12 @@ from kernels.ccq_query.triton_hopper_tiles import (
     allocate_ring,
     allocate_rows,
     free_rows,
-    hidden_zero,
     load_rows,
     load_symmetric,
     square,
     wait_for,
 )
-from kernels.gluon_blocks import release
+from kernels.gluon_blocks import hidden_zero, release
 
 
 @gluon.jit

@@ -123,7 +123,7 @@ def move_means(
         total = gl.zeros([SIDE, ROWS], gl.float32, of_parts)
         for tile in gl.static_range(TILES):
             k_tile = tile_of(ks, slot, tile).permute((1, 0))
-            total = warpgroup_mma(k_tile, ones[tile].permute((1, 0)), total, is_async=True)
+            total = warpgroup_mma(k_tile, ones[tile].index(0).permute((1, 0)), total, is_async=True)
         total = warpgroup_mma_wait(0, deps=[total])
         release(keys_empty.index(slot))
         of_channel.permute((1, 0)).store(total)
@@ -162,6 +162,26 @@ def move_means(
 
 
 @gluon.jit
+def with_keys(
+    state, counted, ks, slot, lefts, rights, here, layout: gl.constexpr,
+    CENTERED: gl.constexpr, KEPT: gl.constexpr,
+):  # fmt: skip
+    """A group's rows of n Sigma after a chunk; without KEPT nothing is left of those before it."""
+    updated = ()
+    for tile in gl.static_range(TILES):
+        part = gl.zeros([SIDE, SIDE], gl.float32, layout)
+        part = warpgroup_mma(counted, tile_of(ks, slot, tile), part, use_acc=False, is_async=True)
+        if CENTERED:
+            left = lefts.index(here).permute((1, 0))
+            part = warpgroup_mma(left, rights[tile].index(here), part, is_async=True)
+        part = warpgroup_mma_wait(0, deps=[part])
+        if KEPT:
+            part += state[tile]
+        updated += (part,)
+    return updated
+
+
+@gluon.jit
 def add_keys(
     keys, moves, sums, results, inputs, outputs, sequence, pair, chunks, length,
     GROUP: gl.constexpr, H: gl.constexpr,
@@ -175,12 +195,13 @@ def add_keys(
     final_outer, states = outputs
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
     as_left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    of_keys: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     dtype: gl.constexpr = ks.dtype
     block = rows_of(pair, GROUP)
     starts += (sequence // H).to(gl.int64) * length
     row = block * SIDE + gl.arange(0, SIDE, gl.SliceLayout(1, layout))
     column = gl.arange(0, SIDE, gl.SliceLayout(0, layout))
-    token = gl.arange(0, C, gl.SliceLayout(0, layout))
+    token = gl.arange(0, C, gl.SliceLayout(1, of_keys))
     of_head = sequence.to(gl.int64) * K
     n = 0.0
     if INITIAL:
@@ -199,30 +220,33 @@ def add_keys(
         inverse = 0.0
         if n > 0:
             inverse = 1.0 / n
+        entry = (sequence * (chunks + 1) + chunk) * K
         for tile in gl.static_range(TILES):
-            if tile >= block:
-                at = [0, (sequence * (chunks + 1) + chunk) * K + block * SIDE, tile * SIDE]
+            # Three of the first rows' and the last's the last have, so that no group writes four.
+            if tile >= block and (tile < TILES - 1 or block > 0):
+                at = [0, entry + block * SIDE, tile * SIDE]
                 turn = send((state[tile] * inverse).to(dtype), states, at, results, turn)
+        if block == TILES - 1:
+            at = [0, entry, block * SIDE]
+            turn = send((state[0] * inverse).to(dtype).permute((1, 0)), states, at, results, turn)
         mbarrier.wait(keys_full.index(slot), chunk // RING & 1)
-        counted = tile_of(ks, slot, block).permute((1, 0)).load(layout)
+        own = tile_of(ks, slot, block)
+        counted = own.permute((1, 0))
         if RESETS:
-            counted = gl.where((token >= first)[None, :], counted, gl.zeros_like(counted))
-        counted = gl.convert_layout(counted, as_left)
+            if first > 0:
+                # No group counts these keys.
+                key = own.load(of_keys)
+                own.store(gl.where((token >= first)[:, None], key, gl.zeros_like(key)))
+                fence_async_shared()
+                gl.barrier()
+        else:
+            # Faster from registers, of which resets leave too few.
+            counted = gl.convert_layout(counted.load(layout), as_left)
         mbarrier.wait(full.index(here), chunk // AHEAD & 1)
-        updated = ()
-        for tile in gl.static_range(TILES):
-            kept = state[tile]
-            if RESETS:
-                kept = kept * gl.where(old > 0, 1.0, 0.0)
-            part = gl.zeros([SIDE, SIDE], gl.float32, layout)
-            part = warpgroup_mma(
-                counted, tile_of(ks, slot, tile), part, use_acc=False, is_async=True
-            )
-            if CENTERED:
-                left = lefts[GROUP].index(here).permute((1, 0))
-                part = warpgroup_mma(left, rights[tile].index(here), part, is_async=True)
-            updated += (kept + warpgroup_mma_wait(0, deps=[part]),)
-        state = updated
+        if RESETS and old == 0:
+            state = with_keys(state, counted, ks, slot, lefts[GROUP], rights, here, layout, CENTERED, False)
+        else:
+            state = with_keys(state, counted, ks, slot, lefts[GROUP], rights, here, layout, CENTERED, True)
         release(keys_empty.index(slot))
         mbarrier.arrive(empty.index(here), count=1)
         n = old + new
@@ -253,7 +277,7 @@ def states_kernel(
     for _ in gl.static_range(TILES):
         # Of each tile by itself: between stores to one buffer the compiler puts a barrier.
         rights += (gl.allocate_shared_memory(dtype, [AHEAD, ROWS, SIDE], plain),)
-        ones += (gl.allocate_shared_memory(dtype, [ROWS, C], plain),)
+        ones += (gl.allocate_shared_memory(dtype, [1, ROWS, C], plain),)
     for _ in gl.static_range(GROUPS):
         lefts += (gl.allocate_shared_memory(dtype, [AHEAD, ROWS, SIDE], plain),)
     first_results = gl.allocate_shared_memory(dtype, [LEAVING, 1, SIDE, SIDE], states.layout)

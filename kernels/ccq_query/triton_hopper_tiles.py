@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.gluon_blocks import release
+from kernels.gluon_blocks import hidden_zero, release
 
 # Rows of a group; rows and columns of a tile.
 R = gl.constexpr(64)
@@ -17,14 +17,6 @@ GROUPS = gl.constexpr(2)
 # Tokens of a chunk, and numbers of each that the keys' gradients take from the read.
 C = gl.constexpr(128)
 LINES = gl.constexpr(3)
-
-
-@gluon.jit
-def hidden_zero(turn):
-    """Zero, which the compiler does not know: else it unrolls loops, or has all tiles' addresses in registers that spill."""
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, 0;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -107,6 +99,8 @@ def add_symmetric(totals, lefts, first, ring, step, RING: gl.constexpr):
     """totals + left matrix, in tiles, from the matrix's tiles in the ring."""
     tiles, full, empty = ring
     TILES: gl.constexpr = len(totals)
+    # Products are waited for a tile later, where tiles enough are on their way.
+    LATE: gl.constexpr = RING > 3
     for i in gl.static_range(TILES):
         for j in gl.static_range(i, TILES):
             here = step % RING
@@ -118,13 +112,13 @@ def add_symmetric(totals, lefts, first, ring, step, RING: gl.constexpr):
                 mirrored = right.permute((1, 0))
                 total = warpgroup_mma(square(lefts, first + j), mirrored, totals[i], is_async=True)
                 totals = with_tile(totals, i, total)
-            if i + j > 0:
-                # Of the tile before this one.
+            if LATE and i + j > 0:
                 totals = wait_for(totals, 1 if i == j else 2)
                 release(empty.index((step - 1) % RING))
+            if not LATE or i == TILES - 1:
+                totals = wait_for(totals, 0)
+                release(empty.index(here))
             step += 1
-    totals = wait_for(totals, 0)
-    release(empty.index((step - 1) % RING))
     return totals, step
 
 

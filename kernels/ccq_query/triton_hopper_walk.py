@@ -89,7 +89,7 @@ def sum_keys(ks, ones, slot, of_parts: gl.constexpr):
     total = gl.zeros([C, ROWS], gl.float32, of_parts)
     for tile in gl.static_range(TILES):
         k_tile = square(ks, slot * TILES + tile).permute((1, 0))
-        total = warpgroup_mma(k_tile, ones[tile].permute((1, 0)), total, is_async=True)
+        total = warpgroup_mma(k_tile, ones[tile].index(0).permute((1, 0)), total, is_async=True)
     return total
 
 
@@ -398,7 +398,7 @@ def walk_kernel(
         # Of each tile by itself: between stores to one buffer the compiler puts a barrier.
         rights += (gl.allocate_shared_memory(dtype, [AHEAD, ROWS, C], plain),)
         lefts += (gl.allocate_shared_memory(dtype, [AHEAD, ROWS, C], plain),)
-        ones += (gl.allocate_shared_memory(dtype, [ROWS, C], plain),)
+        ones += (gl.allocate_shared_memory(dtype, [1, ROWS, C], plain),)
     first_results = gl.allocate_shared_memory(dtype, [LEAVING, 1, C, C], out.layout)
     second_results = gl.allocate_shared_memory(dtype, [LEAVING, 1, C, C], out.layout)
     lines = gl.allocate_shared_memory(gl.float32, [AHEAD, C], flat)
