@@ -22,7 +22,7 @@ def release(empty):
 
 @gluon.jit
 def hidden_zero(count):
-    """Zero, which the compiler does not know: else it unrolls loops, or has all tiles' addresses in registers that spill."""
+    """Zero, which the compiler does not know: else it unrolls loops, or keeps addresses in registers, which spill."""
     return gl.inline_asm_elementwise(
         "mov.u32 $0, 0;", "=r,r", [count], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -103,7 +103,7 @@ def test_a_table_cannot_ask_for_tiles_that_are_miscompiled(tiles):
         ("NVIDIA H100 80GB HBM3", 64, "float16", 128, "resets", {"read"}),
         (H200, 128, "bfloat16", 128, "decay", set()),
         (H200, 128, "bfloat16", 64, "all", set()),
-        (H200, 256, "bfloat16", 128, "all", {"collect"}),
+        (H200, 256, "bfloat16", 128, "all", {"read", "collect"}),
         (H200, 256, "bfloat16", 128, "decay", set()),
         (H200, 512, "bfloat16", 128, "all", set()),
         (H200, 96, "bfloat16", 128, "all", set()),
@@ -201,12 +201,12 @@ def test_segments_alone_lower_for_cuda(name, dtype, calls):
 @pytest.mark.parametrize(
     "name, expected",
     [
-        # Two groups of four compute, in a block for each chunk.
-        ("k64", [(12, 24), (12, 24)]),
+        # Two groups of four compute, in a block for each chunk: reads, and the keys' gradients.
+        ("k64", [(12, 24)] * 3),
         # In the walk of each head a third group computes too.
-        ("k128", [(16, 4), (12, 32)]),
+        ("k128", [(16, 4), *[(12, 32)] * 2]),
         # And where two blocks walk each head.
-        ("k256", [(16, 4)]),
+        ("k256", [(16, 4), *[(12, 8)] * 3]),
     ],
 )
 def test_the_warps_that_copy_are_started_too(name, expected, monkeypatch):
@@ -405,6 +405,18 @@ def test_many_tokens_add_up_to_their_covariance(width, monkeypatch):
 def test_a_second_run_and_a_row_on_its_own_give_the_same_bits(operator, name):
     inputs = shapes.make_inputs(operator, shapes.SHAPES[name], dtype="bfloat16", decay="none")
     assert set(check.repeats(operator, "triton", inputs).values()) == {0.0}
+
+
+@on_gpu
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_more_chunks_than_multiprocessors_have_the_same_bits(width, segments):
+    # 432 chunks, of which a block takes several; those of a row by itself have one each.
+    shape = shapes.Shape(4, 2200, 6, width, width)
+    inputs = shapes.make_inputs(
+        "ccq_query", shape, dtype="bfloat16", decay="none", segments=segments
+    )
+    assert set(check.repeats("ccq_query", "triton", inputs).values()) == {0.0}
 
 
 @on_gpu

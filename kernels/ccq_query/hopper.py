@@ -51,7 +51,9 @@ def read(
     centered: bool,
     backward: bool = False,
 ) -> tuple[Array, ...]:
-    """The results of `read_kernel` that are not empty: out, r, q . mean, n; or d_q, g . mean, d_lam, shares, h_terms, lines.
+    """The results of `read_kernel` that are not empty.
+
+    They are out, r, q . mean and n; backward, d_q, g . mean, d_lam, shares, h_terms and lines.
 
     Args:
       q: queries or, backward, the gradient g of the clean ones.

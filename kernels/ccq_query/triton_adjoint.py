@@ -20,10 +20,10 @@ def adjoint_kernel(
 ):  # fmt: skip
     """One tile of F from a part's last token to its first, S a step; writes phi as chunk ends see it.
 
-    F is symmetric: a tile stands for its mirror image too, which is written if MIRRORED. `shares` is a_t q_t as of the chunk's
-    start. The tiles on the diagonal walk h, the first of them kappa, which is written with decays
-    alone, and with it each tile's part of the sum of phi over all keys before the chunk, by their
-    number. BLOCKS: in how many parts a chunk's terms come.
+    F is symmetric: a tile stands for its mirror image too, which is written if MIRRORED. `shares`
+    is a_t q_t as of the chunk's start. The tiles on the diagonal walk h, the first of them kappa,
+    which is written with decays alone, and with it each tile's part of the sum of phi over all keys
+    before the chunk, by their number. BLOCKS: in how many parts a chunk's terms come.
 
     FIRST_WALK: each of the PARTS of the sequence by itself, and writes the phi before its first
     token alone. The second walk starts a part with the phi of those after it.

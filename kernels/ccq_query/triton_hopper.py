@@ -50,16 +50,17 @@ def load_keys(k, mean_parts, keys, items, chunks, H: gl.constexpr, K: gl.constex
         sequence, chunk = item // chunks, item % chunks
         entry = sequence * (chunks + 1)
         mbarrier.wait(empty, (turn & 1) ^ 1)
-        mbarrier.expect(full, 2 * (C + ROWS) * K)
         for tile in range(hidden_zero(turn), K // R):
+            ready = full.index(tile)
+            mbarrier.expect(ready, 2 * (C + ROWS) * R)
             at = [sequence // H, chunk * C, sequence % H * K + tile * R]
-            tma.async_copy_global_to_shared(k, at, full, ks.index(tile))
+            tma.async_copy_global_to_shared(k, at, ready, ks.index(tile))
             below = means.index(tile).slice(0, HALF, dim=0)
             above = means.index(tile).slice(HALF, HALF, dim=0)
             at = [(entry + chunk) * MEAN_PARTS, tile * R]
-            tma.async_copy_global_to_shared(mean_parts, at, full, below)
+            tma.async_copy_global_to_shared(mean_parts, at, ready, below)
             at = [(entry + chunks) * MEAN_PARTS, tile * R]
-            tma.async_copy_global_to_shared(mean_parts, at, full, above)
+            tma.async_copy_global_to_shared(mean_parts, at, ready, above)
         turn += 1
 
 
@@ -128,6 +129,7 @@ def clean_queries(
     rows = GROUP * R + gl.arange(0, R, by_row)
     at = gl.arange(0, KEYS, gl.SliceLayout(0, of_scores))
     channel = gl.arange(0, R, by_channel)
+    part = gl.arange(0, HALF, gl.SliceLayout(0, of_sums))[None, :]
     turn = 0
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -155,10 +157,10 @@ def clean_queries(
 
         zero = hidden_zero(turn)
         slot = turn % SLOTS * GROUPS + GROUP + zero
-        mbarrier.wait(q_full.index(slot), turn // SLOTS & 1)
-        mbarrier.wait(k_full, turn & 1)
         scores = gl.zeros([R, KEYS], gl.float32, of_scores)
         for tile in gl.static_range(TILES):
+            mbarrier.wait(q_full.index(slot * TILES + tile), turn // SLOTS & 1)
+            mbarrier.wait(k_full.index(tile), turn & 1)
             k_tile = ks.index(tile + zero).reshape([C, R]).slice(0, KEYS, dim=0)
             q_tile = square(qs, slot * TILES + tile)
             scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, is_async=True)
@@ -190,6 +192,7 @@ def clean_queries(
         for _ in gl.static_range(TILES):
             reads += (gl.zeros([R, R], gl.float32, layout),)
         reads, step = add_symmetric(reads, qs, slot * TILES, ring, step, RING)
+        zero = hidden_zero(turn)
         kept = gl.convert_layout(old * inverse, by_read)[:, None]
         added = ()
         for tile in gl.static_range(TILES):
@@ -215,8 +218,8 @@ def clean_queries(
 
         strength = gl.convert_layout(strength, by_read)
         if BACKWARD:
-            mbarrier.wait(x_full.index(GROUP), turn & 1)
             for tile in gl.static_range(TILES):
+                mbarrier.wait(x_full.index(GROUP * TILES + tile), turn & 1)
                 of_x = gl.zeros([R, HALF], gl.float32, of_sums)
                 of_query = gl.zeros([R, HALF], gl.float32, of_sums)
                 if CENTERED:
@@ -226,7 +229,7 @@ def clean_queries(
                     q_tile = square(qs, slot * TILES + tile).permute((1, 0))
                     of_query = warpgroup_mma(q_tile, right, of_query, is_async=True)
                     of_x, of_query = warpgroup_mma_wait(0, deps=[of_x, of_query])
-                h_term = sum_columns(of_x, 0, by_channel) + sum_columns(of_query, MEAN_PARTS, by_channel)
+                h_term = gl.sum(gl.where(part < MEAN_PARTS, of_x, of_query), 1)
                 term = ((sequence * chunks + chunk) * GROUPS + GROUP) * K + tile * R + channel
                 gl.store(h_terms + term, h_term)
         narrow = item // chunks
@@ -246,11 +249,15 @@ def clean_queries(
             if BACKWARD:
                 tma.async_copy_shared_to_global(shares, place, xs.index(GROUP * TILES + tile))
             if tile > 0:
-                free_rows(q_empty, slot * TILES + tile - 1, x_empty, GROUP * TILES + tile - 1, BACKWARD, 1)
+                free_rows(
+                    q_empty, slot * TILES + tile - 1, x_empty, GROUP * TILES + tile - 1, BACKWARD, 1
+                )
         if BACKWARD:
             projected = gl.convert_layout(projected, by_row)
             gl.store(d_lam + scalar, -projected.to(d_lam.dtype.element_ty), mask=live)
-        free_rows(q_empty, slot * TILES + TILES - 1, x_empty, GROUP * TILES + TILES - 1, BACKWARD, 0)
+        free_rows(
+            q_empty, slot * TILES + TILES - 1, x_empty, GROUP * TILES + TILES - 1, BACKWARD, 0
+        )
         turn += 1
 
 
@@ -275,9 +282,10 @@ def read_kernel(
     plain: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ks = gl.allocate_shared_memory(dtype, [TILES, 1, C, R], k.layout)
     means = gl.allocate_shared_memory(dtype, [TILES, ROWS, R], mean_parts.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [1], bars)
+    k_full = gl.allocate_shared_memory(gl.int64, [TILES, 1], bars)
     k_empty = gl.allocate_shared_memory(gl.int64, [1], bars)
-    mbarrier.init(k_full, count=1)
+    for tile in gl.static_range(TILES):
+        mbarrier.init(k_full.index(tile), count=1)
     mbarrier.init(k_empty, count=GROUPS)
     q_rows = allocate_rows(q, SLOTS, TILES)
     x_rows = q_rows

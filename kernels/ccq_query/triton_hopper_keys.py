@@ -1,4 +1,7 @@
-"""The gradients of CCQ's keys on Hopper, where keys count alike: as `triton_hopper`, with keys and queries in each other's place."""
+"""The gradients of CCQ's keys on Hopper, where keys count alike.
+
+As `triton_hopper`, which see, with keys and queries in each other's place.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -37,13 +40,13 @@ def load_queries(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         sequence, chunk = item // chunks, item % chunks
         slot = turn % SLOTS
-        ready = full.index(slot)
         mbarrier.wait(empty.index(slot), (turn // SLOTS & 1) ^ 1)
-        mbarrier.expect(ready, 4 * C * K)
         for tile in range(hidden_zero(turn), K // R):
+            n = slot * (K // R) + tile
+            mbarrier.expect(full.index(n), 4 * C * R)
             at = [sequence // H, chunk * C, sequence % H * K + tile * R]
-            tma.async_copy_global_to_shared(q, at, ready, qs.index(slot * (K // R) + tile))
-            tma.async_copy_global_to_shared(g, at, ready, gs.index(slot * (K // R) + tile))
+            tma.async_copy_global_to_shared(q, at, full.index(n), qs.index(n))
+            tma.async_copy_global_to_shared(g, at, full.index(n), gs.index(n))
         turn += 1
 
 
@@ -51,16 +54,6 @@ def load_queries(
 def part_of(tiles, n, block: gl.constexpr):
     """Half of a chunk's rows of a tile."""
     return tiles.index(n).reshape([C, R]).slice(block * R, R, dim=0)
-
-
-@gluon.jit
-def scores_of(ks, first, tiles, n, block: gl.constexpr, TILES: gl.constexpr, layout: gl.constexpr):
-    """Keys times the queries of half a chunk, when it is waited for."""
-    scores = gl.zeros([R, R], gl.float32, layout)
-    for tile in gl.static_range(TILES):
-        right = part_of(tiles, n + tile, block).permute((1, 0))
-        scores = warpgroup_mma(square(ks, first + tile), right, scores, is_async=True)
-    return scores
 
 
 @gluon.jit
@@ -90,15 +83,22 @@ def gather(
         first = slot * TILES
         first_query = (here + zero) * TILES
         batch = sequence // H
-        mbarrier.wait(k_full.index(slot), turn // SLOTS & 1)
-        mbarrier.wait(full.index(here), turn // SLOTS & 1)
         weights_q = ()
         weights_g = ()
         for block in gl.static_range(GROUP, GROUPS):  # earlier queries do not see these keys
             first = (here * GROUPS + GROUP + hidden_zero(turn)) * TILES
             first_query = (here + hidden_zero(turn)) * TILES
-            scores_q = scores_of(ks, first, qs, first_query, block, TILES, layout)
-            scores_g = scores_of(ks, first, gs, first_query, block, TILES, layout)
+            scores_q = gl.zeros([R, R], gl.float32, layout)
+            scores_g = gl.zeros([R, R], gl.float32, layout)
+            for tile in gl.static_range(TILES):
+                if block == GROUP:
+                    mbarrier.wait(k_full.index(first + tile), turn // SLOTS & 1)
+                    mbarrier.wait(full.index(first_query + tile), turn // SLOTS & 1)
+                k_tile = square(ks, first + tile)
+                q_tile = part_of(qs, first_query + tile, block).permute((1, 0))
+                scores_q = warpgroup_mma(k_tile, q_tile, scores_q, is_async=True)
+                g_tile = part_of(gs, first_query + tile, block).permute((1, 0))
+                scores_g = warpgroup_mma(k_tile, g_tile, scores_g, is_async=True)
             line = lines + item.to(gl.int64) * LINES * C + block * R + column
             share = gl.load(line)[None, :]
             of_q = gl.load(line + C)[None, :]
@@ -119,7 +119,6 @@ def gather(
                 scores_g = gl.where(seen, scores_g, 0.0)
             weights_q += (gl.convert_layout(rounded(scores_q, dtype), as_left),)
             weights_g += (gl.convert_layout(rounded(scores_g, dtype), as_left),)
-            gl.barrier()
         # Keys that later chunks see, from the center.
         later = gl.full([R], 1.0, gl.float32, gl.SliceLayout(1, layout))
         if RESETS:
@@ -178,10 +177,11 @@ def keys_kernel(
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     qs = gl.allocate_shared_memory(dtype, [SLOTS * TILES, 1, C, R], q.layout)
     gs = gl.allocate_shared_memory(dtype, [SLOTS * TILES, 1, C, R], g.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS * TILES, 1], bars)
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)
+    for n in gl.static_range(SLOTS * TILES):
+        mbarrier.init(full.index(n), count=1)
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=GROUPS)
     k_rows = allocate_rows(k, SLOTS, TILES)
     ring = allocate_ring(fs, RING)

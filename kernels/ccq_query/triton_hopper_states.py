@@ -64,7 +64,7 @@ def tile_of(ks, slot, tile):
 
 @gluon.jit
 def rows_of(pair, GROUP: gl.constexpr):
-    """A group's tile of rows: of one of both blocks the first and the last, so that both have as many tiles to write."""
+    """A group's tile of rows: a block's are the first and the last, or those between, with as many tiles to write."""
     if GROUP == 0:
         return pair
     else:
@@ -244,9 +244,13 @@ def add_keys(
             counted = gl.convert_layout(counted.load(layout), as_left)
         mbarrier.wait(full.index(here), chunk // AHEAD & 1)
         if RESETS and old == 0:
-            state = with_keys(state, counted, ks, slot, lefts[GROUP], rights, here, layout, CENTERED, False)
+            state = with_keys(
+                state, counted, ks, slot, lefts[GROUP], rights, here, layout, CENTERED, False
+            )
         else:
-            state = with_keys(state, counted, ks, slot, lefts[GROUP], rights, here, layout, CENTERED, True)
+            state = with_keys(
+                state, counted, ks, slot, lefts[GROUP], rights, here, layout, CENTERED, True
+            )
         release(keys_empty.index(slot))
         mbarrier.arrive(empty.index(here), count=1)
         n = old + new

@@ -25,8 +25,8 @@ def load_tile(source, at, rows, slot, tile, turn, TILES: gl.constexpr):
     tiles, full, empty = rows
     n = slot * TILES + tile
     mbarrier.wait(empty.index(n), (turn & 1) ^ 1)
-    mbarrier.expect(full.index(slot), source.nbytes_per_cta)
-    tma.async_copy_global_to_shared(source, at, full.index(slot), tiles.index(n))
+    mbarrier.expect(full.index(n), source.nbytes_per_cta)
+    tma.async_copy_global_to_shared(source, at, full.index(n), tiles.index(n))
 
 
 @gluon.jit
@@ -48,9 +48,7 @@ def load_rows(
 
 
 @gluon.jit
-def load_symmetric(
-    states, ring, items, chunks, entries, K: gl.constexpr, RING: gl.constexpr
-):
+def load_symmetric(states, ring, items, chunks, entries, K: gl.constexpr, RING: gl.constexpr):
     """Of matrices, so many `entries` a sequence, the tiles on and above the diagonal."""
     tiles, full, empty = ring
     step = 0
@@ -136,11 +134,10 @@ def allocate_rows(like, SLOTS: gl.constexpr, TILES: gl.constexpr):
     """Buffers for the rows of all groups, and their barriers."""
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     tiles = gl.allocate_shared_memory(like.dtype, [SLOTS * GROUPS * TILES, 1, R, R], like.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS * GROUPS, 1], bars)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS * GROUPS * TILES, 1], bars)
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS * GROUPS * TILES, 1], bars)
-    for n in gl.static_range(SLOTS * GROUPS):
-        mbarrier.init(full.index(n), count=TILES)
     for n in gl.static_range(SLOTS * GROUPS * TILES):
+        mbarrier.init(full.index(n), count=1)
         mbarrier.init(empty.index(n), count=1)
     return tiles, full, empty
 

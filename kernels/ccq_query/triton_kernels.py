@@ -21,7 +21,8 @@ a_tj = -lam_t w_tj, what later tokens ask of a key is a quadratic polynomial in 
 about a `center`, from which r = q . (mean_t - center) and r', that of g, are measured: the sequence's
 last mean or, where `triton_hopper_walk` cannot know that yet, the one after its first chunk. The key's
 gradient is the polynomial's, plus the terms of its own chunk.
-Dimensions of states: [B, H, N + 1, K, K], entry c at the start of chunk c.
+Dimensions of states: [B, H, N + 1, K, K], entry c at the start of chunk c. The kernels for Hopper write
+and read of them, and of F, the tiles of 64 x 64 on and above the diagonal.
 
 A tile that a pipelined loop loads goes to products or to arithmetic, never to both: the buffer of
 one that serves both is overwritten while the tensor cores still read it (Triton 3.7.1). Rows of
