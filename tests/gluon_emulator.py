@@ -23,10 +23,20 @@ FLOAT32 = np.dtype(np.float32)
 SIXTEEN_BITS = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
 
 
-class Constant(int):
-    """A constexpr."""
+class Whole(int):
+    """A constexpr that is a whole number."""
 
     value = property(int)
+
+
+class Fraction(float):
+    """A constexpr that is not."""
+
+    value = property(float)
+
+
+def constexpr(x):
+    return Whole(x) if isinstance(x, int) else Fraction(x)
 
 
 class Tensor(np.ndarray):
@@ -48,11 +58,14 @@ class Tensor(np.ndarray):
             ]
         return narrowed(getattr(function, method)(*arrays, **options))
 
-    def to(self, dtype):
-        return self.astype(dtype)
+    def to(self, dtype, bitcast=False):
+        return self.view(dtype) if bitcast else self.astype(dtype)
 
     def permute(self, order):
         return self.transpose(order)
+
+    def expand_dims(self, axis):
+        return tensor(np.expand_dims(self, axis))
 
 
 def narrowed(x):
@@ -134,6 +147,13 @@ class Memory:
 
     def reshape(self, shape):
         return Memory(self.array.reshape(shape))
+
+    def _reinterpret(self, dtype, shape, layout):
+        assert dtype == self.dtype, (dtype, self.dtype)
+        return self.reshape(shape)
+
+    def _keep_alive(self):
+        pass
 
     def load(self, layout=None):
         return tensor(self.array)
@@ -219,6 +239,20 @@ def assembly(code, constraints, arguments, dtype, is_pure, pack):
     return arguments[0].to(dtype)
 
 
+def scan(x, axis, combine):
+    assert axis == 0
+    sums = [x[0]]
+    for row in x[1:]:
+        sums.append(combine(sums[-1], row))
+    return tensor(np.stack(sums))
+
+
+def swap(pointer, value, sem):
+    old = load(pointer)
+    store(pointer, value)
+    return old
+
+
 def loop(*bounds):
     return (tensor(n) for n in range(*(int(x) for x in bounds)))
 
@@ -257,7 +291,7 @@ def of_layout(*arguments):
 
 
 LANGUAGE = {
-    "constexpr": Constant,
+    "constexpr": constexpr,
     "float32": FLOAT32,
     "bfloat16": SIXTEEN_BITS[0],
     "float16": SIXTEEN_BITS[1],
@@ -274,6 +308,15 @@ LANGUAGE = {
     "zeros_like": lambda x: tensor(np.zeros_like(x)),
     "where": lambda condition, x, y: narrowed(np.where(condition, x, y)),
     "sum": lambda x, axis: tensor(np.sum(x, axis, dtype=x.dtype)),
+    "max": lambda x, axis: tensor(np.max(x, axis)),
+    "abs": np.abs,
+    "floor": np.floor,
+    "exp2": np.exp2,
+    "associative_scan": scan,
+    "join": lambda x, y: tensor(np.stack([x, y], -1)),
+    "split": lambda x: (x[..., 0], x[..., 1]),
+    "atomic_add": lambda pointer, value, sem: swap(pointer, load(pointer) + value, sem),
+    "atomic_xchg": swap,
     "maximum": np.maximum,
     "minimum": np.minimum,
     "exp": np.exp,
@@ -319,8 +362,11 @@ def call(kernel, *operands, out, grid, num_warps, num_stages, maxnreg=None, **co
         if isinstance(x, int):
             return tensor(x)
         array = gluon_util.array_of(x)
-        fill = 0 if jnp.issubdtype(array.dtype, jnp.integer) else np.nan
-        memory = np.full(array.shape, fill, array.dtype) if writes else np.asarray(array)
+        if isinstance(array, jax.Array):
+            memory = np.array(array) if writes else np.asarray(array)
+        else:
+            fill = 0 if jnp.issubdtype(array.dtype, jnp.integer) else np.nan
+            memory = np.full(array.shape, fill, array.dtype)
         return (
             Tiles(memory, x.block) if isinstance(x, gluon_util.Tiles) else Pointer(memory.ravel())
         )
@@ -363,7 +409,7 @@ def _language():
         "triton": {"jit": jit, "next_power_of_2": lambda n: 1 << (n - 1).bit_length()},
         "triton.language": LANGUAGE,
         "triton.experimental": {},
-        "triton.experimental.gluon": {"jit": jit},
+        "triton.experimental.gluon": {"jit": jit, "constexpr_function": jit},
         "triton.experimental.gluon.language": LANGUAGE,
         "triton.experimental.gluon.language.nvidia": {},
         "triton.experimental.gluon.language.nvidia.hopper": HOPPER,

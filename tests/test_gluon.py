@@ -9,6 +9,7 @@ import pytest
 from kernels import check, reference, shapes
 from kernels.ccq_query import CCQState
 from kernels.ccq_query import triton as ccq
+from kernels.gated_delta_rule import triton as delta_rule
 
 LENGTHS = [1, 64, 65, 127, 128, 129, 700]
 
@@ -79,6 +80,46 @@ def test_how_many_chunks_a_block_takes_changes_no_bit(width, segments, emulated)
     for cores in (1, 3, 16):
         emulated(cores)
         results, gradients, _ = run(inputs, static)
+        found.append(jax.tree.leaves((results, gradients)))
+    for one, *others in zip(*found, strict=True):
+        assert all(np.array_equal(one, other) for other in others)
+
+
+def run_delta_rule(inputs):
+    """(out, state), the gradients by name, and the cotangents."""
+    names = ("q", "k", "v", "log_decay", "beta", "initial_state")
+    out, state, residuals = delta_rule.forward(*(inputs[name] for name in names), scale=0.1)
+    cotangents = shapes.make_cotangents(out, state)
+    gradients = delta_rule.backward(residuals, *cotangents, scale=0.1)
+    return (out, state), dict(zip(names, gradients, strict=True)), cotangents
+
+
+@pytest.mark.parametrize("key_width, value_width", [(128, 128), (128, 256), (256, 256)])
+@pytest.mark.parametrize("length", [1, 64, 65, 200])
+@pytest.mark.parametrize("dtype, decay", [("bfloat16", "mild"), ("float16", "mixed")])
+def test_the_delta_rule_is_that_of_float64(key_width, value_width, length, dtype, decay, emulated):
+    emulated(3)
+    shape = shapes.Shape(1, length, 2, key_width, value_width)
+    inputs = shapes.make_inputs(
+        "gated_delta_rule", shape, seed=length, dtype=dtype, decay=decay, keys="crowded"
+    )
+    results, gradients, cotangents = run_delta_rule(inputs)
+    expected = reference.forward("gated_delta_rule", inputs, scale=0.1)
+    derived = reference.gradients("gated_delta_rule", inputs, *cotangents, scale=0.1)
+    found = check.named(results, gradients)
+    for name, x in check.named(expected, derived).items():
+        error = check.relative_error(found[name], x)
+        assert error <= check.tolerance(name, dtype), f"{name}: {error}"
+
+
+@pytest.mark.parametrize("width", [128, 256])
+def test_where_the_delta_rules_walks_are_cut_changes_no_bit(width, emulated):
+    shape = shapes.Shape(1, 300, 5, width, width)
+    inputs = shapes.make_inputs("gated_delta_rule", shape, dtype="bfloat16", decay="mixed")
+    found = []
+    for cores in (2, 3, 16):
+        emulated(cores)
+        results, gradients, _ = run_delta_rule(inputs)
         found.append(jax.tree.leaves((results, gradients)))
     for one, *others in zip(*found, strict=True):
         assert all(np.array_equal(one, other) for other in others)
