@@ -28,7 +28,7 @@ def can_collect(k: Array, chunk: int, mode: str) -> bool:
 
 
 def can_read(q: Array, chunk: int, mode: str) -> bool:
-    """Whether `read` can do it: all of a chunk in shared memory."""
+    """Whether `read` and `keys` can do it: all of a chunk in shared memory."""
     return q.shape[-1] in (64, 128, 256) and _can_run(q, chunk, mode)
 
 
