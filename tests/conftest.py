@@ -12,9 +12,11 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
-# Eight virtual CPU devices, for the tests of meshes.
+# Eight virtual CPU devices, for the tests of meshes. XLA aborts the process where one of them comes to a
+# collective 40 seconds after another, as happens on a slow machine.
 _DEVICES = "--xla_force_host_platform_device_count=8"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+_PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES} {_PATIENCE}".strip()
 
 # XLA's threads, by default as many as devices. Devices may enter independent collectives in different
 # order and block a thread in each, so that few are too few: with the 8 x 1 mesh on two cores, training
