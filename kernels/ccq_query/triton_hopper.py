@@ -43,7 +43,7 @@ from kernels.gluon_blocks import hidden_zero, release
 
 @gluon.jit
 def load_keys(k, mean_parts, keys, items, chunks, H: gl.constexpr, K: gl.constexpr):
-    """The halves of a tile of means: of the mean's parts at the chunk's start, and of the center's."""
+    """A tile of means has parts of the mean at the chunk's start in its first half, of the center in the other."""
     ks, means, full, empty = keys
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -203,7 +203,7 @@ def clean_queries(
             reads = less_mean(reads, total, means, zero, layout, dtype)
         if BACKWARD:
             share = -strength * inverse
-            line = lines + (item // chunks * chunks + chunk).to(gl.int64) * LINES * C + rows
+            line = lines + item.to(gl.int64) * LINES * C + rows
             gl.store(line, share)
             gl.store(line + C, share * mean_of_other)
             gl.store(line + 2 * C, share * mean_of)

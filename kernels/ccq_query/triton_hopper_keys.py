@@ -58,7 +58,7 @@ def part_of(tiles, n, block: gl.constexpr):
 
 @gluon.jit
 def gather(
-    k_rows, queries, ring, inputs, outputs, items, chunks, GROUP: gl.constexpr,
+    k_rows, queries, ring, inputs, d_k, items, chunks, GROUP: gl.constexpr,
     H: gl.constexpr, K: gl.constexpr, SLOTS: gl.constexpr, RING: gl.constexpr,
     RESETS: gl.constexpr, CENTERED: gl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,6 @@ def gather(
     ks, k_full, k_empty = k_rows
     qs, gs, full, empty = queries
     lines, starts, means, hs, length = inputs
-    d_k = outputs
     TILES: gl.constexpr = K // R
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
     as_left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -77,11 +76,7 @@ def gather(
     step = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         sequence, chunk = item // chunks, item % chunks
-        zero = hidden_zero(turn)
         here = turn % SLOTS
-        slot = here * GROUPS + GROUP + zero
-        first = slot * TILES
-        first_query = (here + zero) * TILES
         batch = sequence // H
         weights_q = ()
         weights_g = ()

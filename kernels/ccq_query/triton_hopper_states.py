@@ -222,7 +222,7 @@ def add_keys(
             inverse = 1.0 / n
         entry = (sequence * (chunks + 1) + chunk) * K
         for tile in gl.static_range(TILES):
-            # Three of the first rows' and the last's the last have, so that no group writes four.
+            # The first rows' last tile the last rows write, as its mirror image: no group writes four.
             if tile >= block and (tile < TILES - 1 or block > 0):
                 at = [0, entry + block * SIDE, tile * SIDE]
                 turn = send((state[tile] * inverse).to(dtype), states, at, results, turn)
